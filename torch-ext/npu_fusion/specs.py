@@ -1,0 +1,120 @@
+"""What `match` says about a module or function: plain, frozen, picklable data that a layer reads in its forward.
+
+Attribute names are those of the matched module, so `getattr(module, spec.weight)` is its tensor and
+`getattr(module, spec.gate)` its submodule. `training=False` means that the module differs from the spec while
+`module.training` is set (dropout, noise): the layer calls the module's own forward then. Inputs outside the envelope that
+a spec states (dtypes, ranks, layouts) belong to the module's own forward too.
+"""
+
+from dataclasses import dataclass
+from typing import Optional, Tuple
+
+import torch
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The module is left alone. `reason` is one sentence for the person who reads the report."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Norm:
+    """`ops.rms_norm(x, weight, eps, offset, casting_mode)` over the last dimension; forward takes x alone."""
+
+    weight: Optional[str]  # vector; None: not multiplied by a weight
+    eps: float
+    eps_attr: Optional[str]  # attribute that holds eps; None: a constant of the forward
+    offset: int = 0  # 1: multiplied by 1 + weight
+    casting_mode: str = "llama"  # as in ops.rms_norm
+    dtypes: Tuple[Tuple[torch.dtype, Optional[torch.dtype]], ...] = ()  # (x, weight) pairs seen to agree, output dtype included
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class GatedNorm:
+    """`ops.rms_norm_gated(x, gate, weight, eps, activation, gate_first, group_size, casting_mode)`."""
+
+    weight: str
+    eps: float
+    eps_attr: Optional[str]
+    activation: str = "silu"  # silu | sigmoid | gelu | gelu_tanh
+    gate_first: bool = False  # the gate multiplies before the norm (Mamba2), else after (Qwen3-Next)
+    group_size: Optional[int] = None  # rows of this many elements are normalised; None: the whole last dimension
+    gate_optional: bool = False  # gate=None gives the plain norm
+    casting_mode: str = "llama"
+    dtypes: Tuple[Tuple[torch.dtype, torch.dtype], ...] = ()
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class MLP:
+    """`down(act(gate(x)) * up(x))`, where gate, up and down are submodules that the forward only calls.
+
+    With one merged projection `gate == up`; `gate_half` is the half of its output (0 first, 1 second) that is activated.
+    """
+
+    gate: str
+    up: str
+    down: str
+    activation: str  # silu | gelu | gelu_tanh | sigmoid
+    gate_half: Optional[int] = None
+    upcast: bool = False  # act(gate) * up is computed in fp32 and rounded once
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """`ops.rotary` for each tensor of a function or module that takes cos and sin."""
+
+    arguments: Tuple[str, ...]  # parameter names in order, up to and including cos and sin: (q, k, cos, sin), (x, sin, cos), ...
+    style: str  # half | interleaved | interleaved_to_half (pairs come in interleaved and leave as two halves)
+    cos: str  # full | first_half (only its first half is read) | half_width (has head_dim / 2 columns)
+    sign: int = 1  # -1: rotates the other way, as if sin were negated
+    partial: bool = False  # a head_dim wider than cos is passed through beyond it
+    unsqueeze: Optional[int] = None  # dimension at which cos [B, S, D] is unsqueezed if unsqueeze_dim is absent; None: as it comes
+    unsqueeze_argument: bool = False  # has a working unsqueeze_dim parameter, with `unsqueeze` as its default
+    ignored: Tuple[str, ...] = ()  # parameters that do not change the result (position_ids)
+    dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
+    upcast: bool = False  # computed in fp32 and rounded once
+    ranks: Tuple[int, ...] = ()  # ranks of x seen to agree
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Packed experts: forward(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H].
+
+    `activation` names the gate: silu | gelu | gelu_tanh | sigmoid for `act(gate) * up`; "apply_gate" for the module's own
+    `_apply_gate(gate_up)`; "act_fn" for ungated experts, `act_fn(up)`.
+    """
+
+    gate_up: str  # [E, 2I, H], or [E, H, 2I] where transposed
+    down: str  # [E, H, I], or [E, I, H]
+    activation: str
+    gate_up_bias: Optional[str] = None  # [E, 2I]
+    down_bias: Optional[str] = None  # [E, H]
+    transposed: bool = False
+    interleaved: bool = False  # gate and up alternate in gate_up instead of being its halves
+    gate_half: int = 0
+    post_norm: Optional[str] = None  # submodule applied to each expert's output before it is weighted
+    sentinel: bool = False  # index == num_experts is skipped (tokens of other ranks)
+    training: bool = True
+
+
+@dataclass(frozen=True)
+class Router:
+    """Scores of `linear(x, weight)`, the top k of them, and their weights. Only a match for inference: no gradient is fused."""
+
+    weight: str  # dotted name of the [E, H] matrix
+    k: int
+    score: str  # softmax | sigmoid | softmax_topk (softmax over the k chosen logits)
+    renormalize: bool = False  # weights are divided by their sum
+    scale: float = 1.0
+    bias: Optional[str] = None  # dotted name, added to the logits
+    correction_bias: Optional[str] = None  # dotted name or "argument NAME", added to the scores for the choice only
+    groups: Optional[Tuple[int, int, str, float]] = None  # (groups, groups kept, "top2sum" | "max", fill of the others)
+    returns: Tuple[str, ...] = ()  # role of each returned tensor: logits | probs | weights | indices
+    dtypes: Tuple[torch.dtype, ...] = ()  # of the returned tensors for bf16 input and weight
+    flatten: bool = True  # takes [T, H]; False: [B, S, H]
+    training: bool = True
