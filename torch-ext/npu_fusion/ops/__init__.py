@@ -1,11 +1,11 @@
-"""Fused ops for Ascend NPUs. CPU and meta tensors run the reference, NPU tensors the fused call or a legal route to it."""
+"""Fused ops for Ascend NPUs: NPU tensors take the fused call or a legal route to it, all others the reference."""
 
 from .activation import (
-    geglu,
-    geglu_reference,
     gated_activation,
     gated_linear,
     gated_linear_reference,
+    geglu,
+    geglu_reference,
     swiglu,
     swiglu_reference,
 )

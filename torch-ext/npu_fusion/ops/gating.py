@@ -4,6 +4,8 @@ from typing import Optional, Tuple
 
 import torch
 
+from ._dispatch import needs_grad, npu_op
+
 
 def top_k_softmax_reference(
     logits: torch.Tensor, k: int, renormalize: bool = True, index_dtype: torch.dtype = torch.int64
@@ -20,6 +22,38 @@ def top_k_softmax_reference(
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), index.to(index_dtype)
+
+
+def top_k_softmax(
+    logits: torch.Tensor, k: int, renormalize: bool = True, index_dtype: torch.dtype = torch.int64
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`top_k_softmax_reference` in one launch where nothing asks for gradients. Equal values go to the lower expert.
+
+    npu_moe_gating_top_k_softmax_v2 renormalizes before it rounds. Without it, weights that are to be renormalized come
+    from the first version only in fp32: dividing rounded bf16 weights gives other values than eager.
+    """
+    if not _fusable(logits, k):
+        return top_k_softmax_reference(logits, k, renormalize, index_dtype)
+    op = npu_op("npu_moe_gating_top_k_softmax_v2" if renormalize else "npu_moe_gating_top_k_softmax", logits)
+    if op is not None:
+        weights, index, _ = op(logits, k=k, renorm=1) if renormalize else op(logits, k=k)
+        return weights, index.to(index_dtype)
+    op = npu_op("npu_moe_gating_top_k_softmax", logits)
+    if op is None or logits.dtype != torch.float32:
+        return top_k_softmax_reference(logits, k, renormalize, index_dtype)
+    weights, index, _ = op(logits, k=k)
+    return weights / weights.sum(-1, keepdim=True), index.to(index_dtype)
+
+
+def _fusable(logits: torch.Tensor, k: int) -> bool:
+    """fp16 is left out: the first version computes some shapes in half precision."""
+    return (
+        logits.dtype in (torch.float32, torch.bfloat16)
+        and logits.dim() == 2
+        and logits.numel() > 0
+        and k <= min(1024, logits.shape[-1])
+        and not needs_grad(logits)
+    )
 
 
 def group_top_k_sigmoid_reference(
@@ -56,5 +90,46 @@ def group_top_k_sigmoid_reference(
     return weights * scaling_factor, index.to(index_dtype)
 
 
-top_k_softmax = top_k_softmax_reference
-group_top_k_sigmoid = group_top_k_sigmoid_reference
+def group_top_k_sigmoid(
+    logits: torch.Tensor,
+    correction_bias: Optional[torch.Tensor],
+    k: int,
+    num_groups: int = 1,
+    top_k_groups: int = 1,
+    renormalize: bool = True,
+    scaling_factor: float = 1.0,
+    index_dtype: torch.dtype = torch.int64,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """`group_top_k_sigmoid_reference` in one launch where nothing asks for gradients; fp32 logits, always renormalized.
+
+    Largest choice first; equal values go to the lower expert.
+    """
+    op = npu_op("npu_moe_gating_top_k", logits, correction_bias)
+    fusable = (
+        op is not None
+        and logits.dtype == torch.float32
+        and renormalize
+        and _fusable(logits, k)
+        and not needs_grad(correction_bias)
+        and logits.shape[1] <= 2048
+        and logits.shape[1] % num_groups == 0
+        and (num_groups == 1 or logits.shape[1] // num_groups > 2)
+        and (num_groups == 1 or k <= top_k_groups * (logits.shape[1] // num_groups))
+    )
+    if not fusable:
+        return group_top_k_sigmoid_reference(
+            logits, correction_bias, k, num_groups, top_k_groups, renormalize, scaling_factor, index_dtype
+        )
+    weights, index, _ = op(
+        logits,
+        k,
+        bias=None if correction_bias is None else correction_bias.float(),
+        k_group=top_k_groups,
+        group_count=num_groups,
+        group_select_mode=1,  # a group is worth the sum of its best two
+        renorm=0,
+        norm_type=1,  # sigmoid
+        routed_scaling_factor=scaling_factor,
+        eps=1e-20,
+    )
+    return weights, index.to(index_dtype)

@@ -1,9 +1,12 @@
 """Mixture of experts: tokens to experts and back, and the whole block of packed experts."""
 
+from functools import partial
 from typing import Callable, Optional, Tuple, Union
 
 import torch
+from torch.autograd.function import once_differentiable
 
+from ._dispatch import FLOATS, npu_op
 from .activation import geglu, geglu_reference, swiglu, swiglu_reference
 from .grouped_matmul import grouped_matmul, grouped_matmul_reference
 
@@ -33,6 +36,53 @@ def moe_permute_reference(
     return permuted, row_index.masked_fill(~here, flat.numel()).int(), tokens_per_expert
 
 
+def moe_permute(
+    hidden_states: torch.Tensor, top_k_index: torch.Tensor, num_experts: int, expert_parallel: bool = True
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_permute_reference` in one launch and two of a few bytes, without a host sync.
+
+    Args:
+        expert_parallel: top_k_index may hold num_experts. Pass False where it cannot, which saves a launch.
+    """
+    op = npu_op("npu_moe_init_routing_v2", hidden_states, top_k_index)
+    if op is None or hidden_states.dtype not in FLOATS or hidden_states.numel() == 0 or top_k_index.numel() == 0:
+        return moe_permute_reference(hidden_states, top_k_index, num_experts)
+    return _Permute.apply(hidden_states, top_k_index, num_experts, expert_parallel)
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_states, top_k_index, num_experts, expert_parallel):
+        permuted, row_index, tokens_per_expert, _ = torch.ops.npu.npu_moe_init_routing_v2(
+            hidden_states,
+            top_k_index.int(),
+            active_num=top_k_index.numel(),
+            expert_num=num_experts + expert_parallel,
+            drop_pad_mode=0,
+            expert_tokens_num_type=1,  # counts
+            expert_tokens_num_flag=True,
+            quant_mode=-1,
+            active_expert_range=[0, num_experts],
+            row_idx_type=0,  # of each slot, the row in permuted
+        )
+        if expert_parallel:  # an expert outside the range gives -1; what reads row_index skips what is too large
+            row_index = row_index.remainder(top_k_index.numel() + 1)
+        ctx.save_for_backward(row_index)
+        ctx.shape = top_k_index.shape
+        ctx.mark_non_differentiable(row_index, tokens_per_expert)
+        return permuted, row_index, tokens_per_expert
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        (row_index,) = ctx.saved_tensors
+        num_tokens, k = ctx.shape
+        op = npu_op("npu_moe_token_permute_grad_v2", grad)
+        if op is not None:
+            return op(grad, row_index, num_tokens, grad.dtype, k), None, None, None
+        return torch.ops.npu.npu_moe_token_unpermute(grad, row_index, grad.new_ones(ctx.shape)), None, None, None
+
+
 def moe_unpermute_reference(
     permuted: torch.Tensor, row_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
@@ -45,6 +95,15 @@ def moe_unpermute_reference(
     here = (row_index < permuted.shape[0]).unsqueeze(-1)
     rows = permuted[row_index.clamp(max=max(permuted.shape[0] - 1, 0))].to(wide).masked_fill(~here, 0)
     return (rows * top_k_weights.to(wide).unsqueeze(-1)).masked_fill(~here, 0).sum(1).to(permuted.dtype)
+
+
+def moe_unpermute(permuted: torch.Tensor, row_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """`moe_unpermute_reference` in one launch."""
+    op = npu_op("npu_moe_token_unpermute", permuted, row_index, top_k_weights)
+    fusable = op is not None and permuted.dtype in FLOATS and top_k_weights.dtype in FLOATS
+    if not fusable or permuted.numel() == 0 or top_k_weights.numel() == 0:
+        return moe_unpermute_reference(permuted, row_index, top_k_weights)
+    return op(permuted, row_index, top_k_weights)
 
 
 def experts_reference(
@@ -78,16 +137,40 @@ def experts_reference(
     return moe_unpermute_reference(out, row_index, top_k_weights)
 
 
+def moe_experts(
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    act: Union[str, Callable[[torch.Tensor], torch.Tensor]] = "silu",
+    transposed: bool = False,
+    gate_up_bias: Optional[torch.Tensor] = None,
+    down_bias: Optional[torch.Tensor] = None,
+    expert_parallel: bool = True,
+) -> torch.Tensor:
+    """`experts_reference` in five launches and two of a few bytes: the weights are read where they lie, there is no
+    host sync, and only experts that have tokens are read.
+
+    Args:
+        act: a function has to treat rows one by one: under expert parallelism the rows at the end are unwritten memory,
+            which no later step reads.
+        expert_parallel: as in `moe_permute`.
+    """
+    out_dtype = hidden_states.dtype
+    if hidden_states.device.type == "npu" and torch.is_autocast_enabled("npu"):
+        dtype = torch.get_autocast_dtype("npu")
+        hidden_states, gate_up_proj, down_proj = (t.to(dtype) for t in (hidden_states, gate_up_proj, down_proj))
+    permuted, row_index, counts = moe_permute(hidden_states, top_k_index, gate_up_proj.shape[0], expert_parallel)
+    gate_up = grouped_matmul(permuted, gate_up_proj, counts, gate_up_bias, transposed, zero_tail=False)
+    hidden = _gate(act, swiglu, geglu)(gate_up)
+    out = grouped_matmul(hidden, down_proj, counts, down_bias, transposed, zero_tail=False)
+    return moe_unpermute(out, row_index, top_k_weights).to(out_dtype)
+
+
 def _gate(act, swiglu, geglu):
     if callable(act):
         return act
-    return {
-        "silu": swiglu,
-        "gelu": lambda gate_up: geglu(gate_up, approximate="none"),
-        "gelu_tanh": lambda gate_up: geglu(gate_up, approximate="tanh"),
-    }[act]
-
-
-moe_permute = moe_permute_reference
-moe_unpermute = moe_unpermute_reference
-moe_experts = experts_reference
+    if act == "silu":
+        return swiglu
+    return partial(geglu, approximate={"gelu": "none", "gelu_tanh": "tanh"}[act])
