@@ -1,5 +1,24 @@
-"""Fused transformer layers for Huawei Ascend NPUs (torch_npu), swapped in by what a module computes."""
+"""Fused transformer layers for Huawei Ascend NPUs (torch_npu), swapped in by what a module computes.
+
+    model = npu.kernelize(model)      # a model in hand
+    npu.register()                    # or: let kernels.kernelize and from_pretrained(use_kernels=True) find the layers
+"""
 
 from . import layers, ops
+from .integration import kernelize, restore
+from .mapping import layer_map
+from .registration import register, unregister
+from .report import plan, report, verify
 
-__all__ = ["layers", "ops"]
+__all__ = [
+    "kernelize",
+    "layer_map",
+    "layers",
+    "ops",
+    "plan",
+    "register",
+    "report",
+    "restore",
+    "unregister",
+    "verify",
+]

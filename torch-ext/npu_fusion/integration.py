@@ -1,0 +1,299 @@
+"""Where the layers meet models: finding what may be swapped, swapping it, giving it back."""
+
+import functools
+import inspect
+import sys
+import weakref
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from types import FunctionType, MethodType
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import nn
+
+from . import layers
+from .layers import SPEC
+from .mapping import layer_for, users_entries
+from .matching import candidate, match
+from .specs import Declined, Experts
+
+USERS = "_npu_fusion_users"  # on a shared function: the models that asked for it
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place of a model where a layer may be swapped in.
+
+    `target` is the module, or for rotary embedding the function that `module`'s forward looks up as `scope[attribute]`.
+    """
+
+    name: str
+    module: nn.Module
+    target: Any
+    scope: Optional[Dict[str, Any]] = None
+    attribute: Optional[str] = None
+
+    @property
+    def class_name(self) -> str:
+        return type(self.module).__name__ if self.scope is None else f"{self.attribute} of {type(self.module).__name__}"
+
+
+@functools.lru_cache(maxsize=None)
+def rotary_functions(cls: type) -> Tuple[Tuple[Dict[str, Any], str], ...]:
+    """(globals, name) of every function with cos and sin that the forward of `cls` looks up in its module."""
+    forward = inspect.unwrap(cls.forward)
+    scope, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
+    found = []
+    for name in code.co_names if code else ():
+        value = scope.get(name)
+        function = type(value).forward if isinstance(value, nn.Module) else value
+        if isinstance(function, FunctionType) and {"cos", "sin"} <= set(inspect.signature(function).parameters):
+            found.append((scope, name))
+    return tuple(found)
+
+
+def sites(model: nn.Module) -> Iterator[Site]:
+    """Every candidate of `model`, in the order of its modules."""
+    for name, module in model.named_modules():
+        if candidate(module):
+            yield Site(name, module, module)
+        for scope, attribute in rotary_functions(type(module)):
+            yield Site(f"{name}.{attribute}", module, scope[attribute], scope, attribute)
+
+
+def original_function(target: Any) -> Any:
+    return getattr(target, "__wrapped__", target) if SPEC in getattr(target, "__dict__", ()) else target
+
+
+def decide(site: Site) -> Any:
+    """What the site computes, whatever was swapped in before."""
+    return match(site.target if isinstance(site.target, nn.Module) else original_function(site.target))
+
+
+def chosen(site: Site, layer: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
+    """Patterns name layers ("RMSNorm"), classes ("LlamaMLP") or places ("model.layers.0.*")."""
+
+    def named(patterns):
+        names = (layer, type(site.target).__name__, site.name)
+        return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+    return (not only or named(only)) and not named(exclude)
+
+
+def wrapper_of(module: nn.Module) -> Optional[str]:
+    """Name of the function that wraps `module.forward` on the instance, as tensor parallelism does; None if there is none."""
+    forward = module.__dict__.get("forward")
+    if forward is None or (isinstance(forward, MethodType) and forward.__self__ is module):
+        return None
+    if "_old_forward" in module.__dict__:  # accelerate's hook calls this attribute, which can be swapped
+        return None
+    return getattr(forward, "__qualname__", type(forward).__name__)
+
+
+def current_forward(module: nn.Module) -> Any:
+    return module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+
+
+def set_forward(module: nn.Module, forward: Any) -> None:
+    if "_old_forward" in module.__dict__:
+        module._old_forward = forward or MethodType(type(module).forward, module)
+    elif forward is not None:
+        module.forward = forward
+    else:
+        module.__dict__.pop("forward", None)
+
+
+FORWARDS = {
+    getattr(layers, name).forward
+    for name in ("RMSNorm", "RMSNormGated", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb", "MoEExperts")
+}
+
+
+def swapped_layer(site: Site) -> Optional[str]:
+    """Name of the layer of this kernel that runs at the site now."""
+    if site.scope is not None and not isinstance(site.target, nn.Module):
+        return "rotary_pos_emb" if SPEC in site.target.__dict__ else None
+    if getattr(current_forward(site.target), "__func__", None) in FORWARDS:
+        layer = layer_for(site.target.__dict__.get(SPEC) or decide(site))
+        return layer if isinstance(layer, str) else None
+    interface = getattr(getattr(site.target, "config", None), "_experts_implementation", None)
+    if interface == layers.EXPERTS_IMPLEMENTATION and isinstance(site.target.__dict__.get(SPEC), Experts):
+        return "MoEExperts"
+    return None
+
+
+def check_arguments(model: nn.Module, device: Union[str, torch.device]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"kernelize takes a torch.nn.Module, got {type(model).__name__}")
+    kind = torch.device(device).type if isinstance(device, torch.device) else str(device).partition(":")[0]
+    if kind != "npu":
+        raise ValueError(f"npu-fusion has layers for device 'npu' only, got {str(device)!r}")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to swap; pass the model itself")
+
+
+def kernelize(
+    model: nn.Module,
+    mode: Any = None,
+    device: Union[str, torch.device] = "npu",
+    only: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> nn.Module:
+    """Swap in a fused layer wherever a module of `model` computes exactly what that layer computes.
+
+    Weights, hooks and state stay where they are: only `forward` of the instances changes, and `restore` gives it back. A
+    rotary function is shared by all models of its file, and so is its swap. The model may be on any device: the layers
+    run the same definition in plain PyTorch until the tensors are on an NPU.
+
+    Args:
+        model: any module, a transformers model or not.
+        mode: kernels.Mode; only needed to choose among entries that the user registered. Default: from `model.training`.
+        device: "npu"; for the sake of the same call as kernels.kernelize.
+        only, exclude: patterns (fnmatch) on names of layers ("RMSNorm"), classes ("LlamaMLP") or places ("model.layers.0.*").
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: another device, or a model without parameters.
+    """
+    check_arguments(model, device)
+    users_choice = UsersChoice(model, mode)
+    for site in sites(model):
+        spec = decide(site)
+        layer = layer_for(spec)
+        if isinstance(layer, str) and not chosen(site, layer, only, exclude):
+            layer = Declined("left out by only= or exclude=")
+        elif isinstance(layer, str) and users_choice.take(site):
+            continue
+        swap(model, site, spec, layer)
+    return model
+
+
+def swap(model: nn.Module, site: Site, spec: Any, layer: Union[str, Declined]) -> None:
+    """Bring the site to what was decided: `layer` runs there, or the original does and the reason is on record."""
+    if site.scope is not None:
+        if isinstance(layer, str):
+            share(model, site, spec)
+        else:
+            release(model, site)
+        return
+    module = site.module
+    wrapper = wrapper_of(module)
+    if isinstance(layer, str) and wrapper is not None and not (
+        isinstance(spec, Experts) and use_experts_interface(module)
+    ):
+        layer = Declined(f"its forward is wrapped on the instance ({wrapper})")
+    if isinstance(layer, Declined):
+        module.__dict__[SPEC] = layer
+        if wrapper is None and swapped_layer(site):
+            set_forward(module, None)
+        return
+    module.__dict__[SPEC] = spec
+    if wrapper is None:
+        set_forward(module, MethodType(getattr(layers, layer).forward, module))
+
+
+def use_experts_interface(module: nn.Module) -> bool:
+    """Reach experts whose forward is wrapped (expert parallelism) through transformers' experts interface instead."""
+    moe = sys.modules.get("transformers.integrations.moe")
+    if moe is None or not hasattr(module, "_is_expert_parallel"):
+        return False
+    moe.ALL_EXPERTS_FUNCTIONS.register(layers.EXPERTS_IMPLEMENTATION, layers.experts_forward)
+    module.config._experts_implementation = layers.EXPERTS_IMPLEMENTATION
+    return True
+
+
+def share(model: nn.Module, site: Site, spec: Any) -> None:
+    function = site.scope[site.attribute]
+    if isinstance(function, nn.Module):
+        function.__dict__[SPEC] = spec
+        function.forward = MethodType(layers.rotary_pos_emb.forward, function)
+    elif SPEC not in function.__dict__:
+        function = site.scope[site.attribute] = layers.rotary_function(function, spec)
+    function.__dict__.setdefault(USERS, weakref.WeakSet()).add(model)
+
+
+def release(model: nn.Module, site: Site) -> None:
+    """Give a shared function back once no model that asked for its swap is left."""
+    function = site.scope[site.attribute]
+    users = function.__dict__.get(USERS)
+    if users is None:
+        return
+    users.discard(model)
+    if users:
+        return
+    if isinstance(function, nn.Module):
+        for attribute in (SPEC, USERS, "forward"):
+            function.__dict__.pop(attribute, None)
+    else:
+        site.scope[site.attribute] = function.__wrapped__
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `kernelize`: every module runs its own forward again, shared rotary functions once no other model needs them.
+
+    Returns:
+        `model`.
+    """
+    for site in list(sites(model)):
+        if site.scope is not None:
+            release(model, site)
+        elif swapped_layer(site):
+            set_forward(site.module, None)
+    for module in model.modules():
+        module.__dict__.pop(SPEC, None)
+    return model
+
+
+def model_on_meta(config: Any) -> nn.Module:
+    """The model of a transformers config, without memory for its weights."""
+    import transformers
+
+    if not isinstance(config, getattr(transformers, "PreTrainedConfig", transformers.PretrainedConfig)):
+        raise TypeError(f"plan takes a torch.nn.Module or a transformers config, got {type(config).__name__}")
+    automatic = transformers.AutoModelForCausalLM
+    if type(config) not in automatic._model_mapping:
+        automatic = transformers.AutoModel
+    with torch.device("meta"):
+        return automatic.from_config(config)
+
+
+def transformers_layer_map() -> Dict[str, Any]:
+    """transformers' own layer map, which it registers anew at every `use_kernels=True`; empty without transformers."""
+    try:
+        from transformers.integrations import hub_kernels
+    except ImportError:
+        return {}
+    get = getattr(hub_kernels, "get_kernel_mapping_transformers", None)
+    return get() if get else getattr(hub_kernels, "_KERNEL_MAPPING", {})
+
+
+class UsersChoice:
+    """Entries for npu that the user registered with kernels or gave in the model's kernel_config: they win over ours."""
+
+    def __init__(self, model: nn.Module, mode: Any):
+        self.kernels = sys.modules.get("kernels")  # not imported: nobody registered anything
+        self.mode = mode
+        self.training = model.training
+
+    def take(self, site: Site) -> bool:
+        """Swap in the user's own kernel at the site, if there is one."""
+        name = getattr(type(site.target), "kernel_layer_name", None)
+        if self.kernels is None or name is None:
+            return False
+        default = transformers_layer_map().get(name, {}).get("npu")
+        repositories = users_entries(name, default if isinstance(default, dict) else {})
+        if not repositories:
+            return False
+        from kernels.layer.layer import KernelizeFallback, kernelize_layer
+
+        modes = self.kernels.Mode
+        mode = self.mode or (modes.TRAINING if self.training else modes.INFERENCE)
+        kernelize_layer(
+            site.target, mode=mode, device_type=self.kernels.Device("npu"), use_fallback=KernelizeFallback.DEFAULT
+        )
+        site.target.__dict__[SPEC] = Declined(f"the user registered another kernel for {name}")
+        return True

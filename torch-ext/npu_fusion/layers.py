@@ -1,0 +1,227 @@
+"""Layers that take the place of a module's forward: stateless, they read the adopting module's own weights.
+
+Each forward asks once what its module computes (`spec_of`) and calls the fused op for exactly that. Where the module is
+declined, or an input lies outside of what was seen to agree, it calls `type(self).forward`, which still is the original.
+"""
+
+import functools
+import inspect
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from . import ops
+from .matching import match
+from .specs import MLP, Experts, GatedNorm, Norm, Rotary
+
+SPEC = "_npu_fusion"  # where an instance keeps its spec; in __dict__, so that reading it costs a dictionary look-up
+
+
+def spec_of(module: nn.Module):
+    """What `module` computes: a spec or `Declined`, decided at the swap or here at the first forward."""
+    spec = module.__dict__.get(SPEC)
+    if spec is None:
+        spec = module.__dict__[SPEC] = match(module)
+    return spec
+
+
+def applies(spec, kind: type, module: nn.Module) -> bool:
+    return type(spec) is kind and (spec.training or not module.training)
+
+
+class RMSNorm(nn.Module):
+    """[..., H] -> [..., H]; any RMSNorm over the last dimension: see `specs.Norm`."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        spec = spec_of(self)
+        if not applies(spec, Norm, self):
+            return type(self).forward(self, hidden_states)
+        weight = None if spec.weight is None else getattr(self, spec.weight)
+        if (hidden_states.dtype, None if weight is None else weight.dtype) not in spec.dtypes:
+            return type(self).forward(self, hidden_states)
+        return ops.rms_norm(hidden_states, weight, spec.eps, spec.offset, spec.casting_mode)
+
+
+class RMSNormZeroCentered(RMSNorm):
+    """`RMSNorm` times 1 + weight (Gemma, Qwen3-Next)."""
+
+
+class RMSNormGated(nn.Module):
+    """([..., H], gate [..., H] or None) -> [..., H]: see `specs.GatedNorm`."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
+        spec = spec_of(self)
+        known = applies(spec, GatedNorm, self) and (gate is not None or spec.gate_optional)
+        if not known or (hidden_states.dtype, getattr(self, spec.weight).dtype) not in spec.dtypes:
+            return type(self).forward(self, hidden_states, gate)
+        return ops.rms_norm_gated(
+            hidden_states,
+            gate,
+            getattr(self, spec.weight),
+            spec.eps,
+            spec.activation,
+            spec.gate_first,
+            spec.group_size,
+            spec.casting_mode,
+        )
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether its weight and bias say all that calling it would do: no LoRA, quantization, hook, wrapper or DTensor."""
+    return (
+        type(module) is nn.Linear
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+        and not module._backward_pre_hooks
+        and not is_traceable_wrapper_subclass(module.weight)
+    )
+
+
+def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
+    spec = spec_of(self)
+    if not applies(spec, MLP, self):
+        return type(self).forward(self, hidden_states)
+    gate, up, down = self._modules[spec.gate], self._modules[spec.up], self._modules[spec.down]
+    if spec.gate_half is None:
+        if is_plain_linear(gate) and is_plain_linear(up):
+            hidden = ops.gated_linear(hidden_states, gate.weight, up.weight, gate.bias, up.bias, spec.activation)
+        else:
+            hidden = ops.gated_activation(gate(hidden_states), up(hidden_states), spec.activation)
+    elif spec.gate_half == 1:
+        up_states, gate_states = up(hidden_states).chunk(2, dim=-1)
+        hidden = ops.gated_activation(gate_states, up_states, spec.activation)
+    elif spec.activation == "silu":
+        hidden = ops.swiglu(up(hidden_states))
+    else:
+        hidden = ops.geglu(up(hidden_states), approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+    return down(hidden)
+
+
+class SwiGLUMLP(nn.Module):
+    """[..., H] -> [..., H]: down(silu(gate(x)) * up(x)), with separate or merged gate and up."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return gated_mlp(self, hidden_states)
+
+
+class GeGLUMLP(nn.Module):
+    """[..., H] -> [..., H]: down(gelu(gate(x)) * up(x)), erf or tanh."""
+
+    can_torch_compile = True
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return gated_mlp(self, hidden_states)
+
+
+def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim):
+    """The rotated tensors, or None where an input lies outside of what `spec` covers."""
+    for tensor in tensors:
+        if tensor.dim() not in spec.ranks or not any(pair[:2] == (tensor.dtype, cos.dtype) for pair in spec.dtypes):
+            return None
+    if spec.cos == "first_half":
+        cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
+    if spec.cos != "full":
+        if spec.style == "interleaved":
+            cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
+        else:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+    if spec.sign < 0:
+        sin = -sin
+    if unsqueeze_dim is not None:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    rotated = []
+    for tensor in tensors:
+        result = next(pair[2] for pair in spec.dtypes if pair[:2] == (tensor.dtype, cos.dtype))
+        if spec.style == "interleaved_to_half":
+            tensor = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        rotated.append(ops.rotary(tensor, cos, sin, spec.style == "interleaved").to(result))
+    return tuple(rotated)
+
+
+class rotary_pos_emb(nn.Module):
+    """(q, k [B, N, S, D] or [B, S, N, D], cos, sin [B, S, D]) -> (q, k), rotated; named as transformers names it."""
+
+    can_torch_compile = True
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        spec = spec_of(self)
+        rotated = rotate(spec, (q, k), cos, sin, unsqueeze_dim) if type(spec) is Rotary else None
+        return type(self).forward(self, q, k, cos, sin, unsqueeze_dim) if rotated is None else rotated
+
+
+def rotary_function(original: Callable, spec: Rotary) -> Callable:
+    """`original`, a plain function with cos and sin among its parameters, with one fused call for each of its tensors."""
+    signature = inspect.signature(original)
+    names = [name for name in spec.arguments if name not in ("cos", "sin")]
+
+    @functools.wraps(original)
+    def fused(*args, **kwargs):
+        arguments = signature.bind(*args, **kwargs).arguments
+        unsqueeze_dim = arguments.get("unsqueeze_dim", spec.unsqueeze) if spec.unsqueeze_argument else spec.unsqueeze
+        tensors = tuple(arguments[name] for name in names)
+        rotated = rotate(spec, tensors, arguments["cos"], arguments["sin"], unsqueeze_dim)
+        if rotated is None:
+            return original(*args, **kwargs)
+        return rotated if len(rotated) > 1 else rotated[0]
+
+    setattr(fused, SPEC, spec)
+    return fused
+
+
+EXPERTS_IMPLEMENTATION = "npu_fusion"  # the name under which transformers' experts interface knows `experts_forward`
+
+
+def expert_activation(self: nn.Module, spec: Experts):
+    """The `act` of `ops.moe_experts`: a name where one fused op does it, else a function of gate_up [M, 2I]."""
+    if spec.activation in ("apply_gate", "act_fn"):
+        return self._apply_gate if spec.activation == "apply_gate" else self.act_fn
+    if not spec.interleaved and spec.gate_half == 0:
+        return spec.activation
+
+    def act(gate_up: torch.Tensor) -> torch.Tensor:
+        halves = (gate_up[..., ::2], gate_up[..., 1::2]) if spec.interleaved else gate_up.chunk(2, dim=-1)
+        return ops.gated_activation(halves[spec.gate_half], halves[1 - spec.gate_half], spec.activation)
+
+    return act
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Packed experts on [T, H] tokens: see `specs.Experts`. Also transformers' `experts_implementation="npu_fusion"`."""
+    spec = spec_of(self)
+    if not applies(spec, Experts, self):
+        original = type(self).forward
+        if getattr(getattr(self, "config", None), "_experts_implementation", None) == EXPERTS_IMPLEMENTATION:
+            original = inspect.unwrap(original)  # the class's own loop: its dispatching forward would lead back here
+        return original(self, hidden_states, top_k_index, top_k_weights)
+    return ops.moe_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        getattr(self, spec.gate_up),
+        getattr(self, spec.down),
+        expert_activation(self, spec),
+        spec.transposed,
+        spec.gate_up_bias and getattr(self, spec.gate_up_bias),
+        spec.down_bias and getattr(self, spec.down_bias),
+    )
+
+
+class MoEExperts(nn.Module):
+    """(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H]: see `experts_forward`."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)

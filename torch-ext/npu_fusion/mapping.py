@@ -1,0 +1,92 @@
+"""Which layer serves which spec, and the layer map for device "npu"."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Union
+
+from . import layers
+from .specs import MLP, Declined, Experts, GatedNorm, Norm, Rotary
+
+HERE = Path(__file__).resolve().parent
+HUB_REPOSITORY = "org/npu-fusion"
+
+# What transformers calls a decorated layer -> our layer. Classes that nobody decorated get our layer's name with a prefix.
+UPSTREAM_LAYERS = {
+    "RMSNorm": "RMSNorm",
+    "RMSNormGated": "RMSNormGated",
+    "RMSNormZeroCentered": "RMSNormZeroCentered",
+    "rotary_pos_emb": "rotary_pos_emb",
+}
+OWN_LAYERS = ("RMSNorm", "RMSNormGated", "RMSNormZeroCentered", "SwiGLUMLP", "GeGLUMLP", "MoEExperts")
+PREFIX = "npu_fusion."
+
+
+def layer_for(spec) -> Union[str, Declined]:
+    """Name of the layer that computes what `spec` says, or why none does."""
+    if isinstance(spec, Declined):
+        return spec
+    if isinstance(spec, Norm):
+        return "RMSNormZeroCentered" if spec.offset else "RMSNorm"
+    if isinstance(spec, GatedNorm):
+        return "RMSNormGated"
+    if isinstance(spec, Rotary):
+        return "rotary_pos_emb"
+    if isinstance(spec, MLP):
+        layer = {"silu": "SwiGLUMLP", "gelu": "GeGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(spec.activation)
+        return layer or Declined(f"no fused op multiplies by {spec.activation}(gate)")
+    if isinstance(spec, Experts):
+        return "MoEExperts" if spec.post_norm is None else Declined("each expert's output is normalised before it is weighted")
+    return Declined(f"no layer for a {type(spec).__name__.lower()} yet")
+
+
+@dataclass(frozen=True)
+class LoadedLayerRepository:
+    """A layer of this kernel, as it was loaded: what kernels calls a repository, without a request or a second import."""
+
+    layer_name: str
+    path: Path = HERE
+
+    def load(self) -> type:
+        return getattr(layers, self.layer_name)
+
+    def __str__(self) -> str:
+        return f"`{self.path}`, layer `{self.layer_name}`"
+
+
+def layer_map() -> Dict[str, Dict[str, LoadedLayerRepository]]:
+    """{layer name: {"npu": repository}} as kernels.register_kernel_mapping takes it; every mode is served.
+
+    The repositories are this very kernel, from the directory that it was loaded from: nothing asks the network.
+    """
+    names = (*UPSTREAM_LAYERS.items(), *((PREFIX + name, name) for name in OWN_LAYERS))
+    return {name: {"npu": LoadedLayerRepository(layer)} for name, layer in names}
+
+
+def import_kernels():
+    try:
+        import kernels
+    except ImportError as error:
+        raise ImportError(f"npu-fusion joins the layer map of kernels, which cannot be imported: {error}. {PAIRS}") from error
+    return kernels
+
+
+PAIRS = "Versions that go together: transformers 5.22 with kernels 0.17.2 (pip install transformers==5.22.2 kernels==0.17.2)."
+
+
+def registered(layer_name: str) -> Dict[Any, Any]:
+    """{mode: repository} that kernels' map holds for `layer_name` on npu now."""
+    try:
+        from kernels.layer.globals import _KERNEL_MAPPING
+    except ImportError:
+        return {}
+    entry = _KERNEL_MAPPING.get().get(layer_name, {}).get("npu")
+    return dict(entry.repos) if entry is not None else {}
+
+
+def users_entries(layer_name: str, defaults: Dict[Any, Any]) -> Dict[Any, Any]:
+    """What `registered` holds beside this kernel's entries and transformers' own `defaults`."""
+    return {
+        mode: repository
+        for mode, repository in registered(layer_name).items()
+        if not isinstance(repository, LoadedLayerRepository) and defaults.get(mode) is not repository
+    }
