@@ -123,8 +123,15 @@ class GeGLUMLP(nn.Module):
 
 def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim):
     """The rotated tensors, or None where an input lies outside of what `spec` covers."""
+    width = cos.shape[-1] * (2 if spec.cos == "half_width" else 1)
     for tensor in tensors:
-        if tensor.dim() not in spec.ranks or not any(pair[:2] == (tensor.dtype, cos.dtype) for pair in spec.dtypes):
+        if (tensor.dim(), cos.dim()) not in spec.ranks:
+            return None
+        if not any(pair[:2] == (tensor.dtype, cos.dtype) for pair in spec.dtypes):
+            return None
+        if tensor.shape[-1] != width and spec.partial != "first":
+            return None
+        if cos.shape[-2] not in tensor.shape[-3:-1]:  # a table of other positions
             return None
     if spec.cos == "first_half":
         cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]

@@ -35,7 +35,7 @@ def layer_for(spec) -> Union[str, Declined]:
         layer = {"silu": "SwiGLUMLP", "gelu": "GeGLUMLP", "gelu_tanh": "GeGLUMLP"}.get(spec.activation)
         return layer or Declined(f"no fused op multiplies by {spec.activation}(gate)")
     if isinstance(spec, Experts):
-        return "MoEExperts" if spec.post_norm is None else Declined("each expert's output is normalised before it is weighted")
+        return "MoEExperts"
     return Declined(f"no layer for a {type(spec).__name__.lower()} yet")
 
 

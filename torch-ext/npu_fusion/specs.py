@@ -14,9 +14,10 @@ import torch
 
 @dataclass(frozen=True)
 class Declined:
-    """The module is left alone. `reason` is one sentence for the person who reads the report."""
+    """The module is left alone. `reason` is a phrase for the person who reads the report, with the module as its subject."""
 
     reason: str
+    kind: Optional[str] = None  # norm | mlp | rotary | experts | router: what it nearly is; None: nothing that could be fused
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,13 @@ class Rotary:
     style: str  # half | interleaved | interleaved_to_half (pairs come in interleaved and leave as two halves)
     cos: str  # full | first_half (only its first half is read) | half_width (has head_dim / 2 columns)
     sign: int = 1  # -1: rotates the other way, as if sin were negated
-    partial: bool = False  # a head_dim wider than cos is passed through beyond it
-    unsqueeze: Optional[int] = None  # dimension at which cos [B, S, D] is unsqueezed if unsqueeze_dim is absent; None: as it comes
-    unsqueeze_argument: bool = False  # has a working unsqueeze_dim parameter, with `unsqueeze` as its default
-    ignored: Tuple[str, ...] = ()  # parameters that do not change the result (position_ids)
+    partial: Optional[str] = None  # where x is wider than cos, its "first" or "last" columns are rotated; None: it must not be
+    unsqueeze: Optional[int] = None  # cos and sin are unsqueezed there by default; None: broadcast as they come
+    unsqueeze_argument: bool = False  # a parameter unsqueeze_dim says otherwise
+    ignored: Tuple[str, ...] = ()  # parameters that do not change the result (position_ids); others must be left at their default
     dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
-    upcast: bool = False  # computed in fp32 and rounded once
-    ranks: Tuple[int, ...] = ()  # ranks of x seen to agree
+    upcast: bool = False  # half precision is computed in fp32 and rounded once
+    ranks: Tuple[Tuple[int, int], ...] = ()  # ranks of (x, cos) seen to agree; cos has as many positions as x
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,6 @@ class Experts:
     transposed: bool = False
     interleaved: bool = False  # gate and up alternate in gate_up instead of being its halves
     gate_half: int = 0
-    post_norm: Optional[str] = None  # submodule applied to each expert's output before it is weighted
     sentinel: bool = False  # index == num_experts is skipped (tokens of other ranks)
     training: bool = True
 
@@ -108,13 +108,14 @@ class Router:
 
     weight: str  # dotted name of the [E, H] matrix
     k: int
-    score: str  # softmax | sigmoid | softmax_topk (softmax over the k chosen logits)
+    score: str  # softmax | sigmoid of all logits | softmax_topk | sigmoid_topk of the k chosen ones
     renormalize: bool = False  # weights are divided by their sum
     scale: float = 1.0
     bias: Optional[str] = None  # dotted name, added to the logits
     correction_bias: Optional[str] = None  # dotted name or "argument NAME", added to the scores for the choice only
     groups: Optional[Tuple[int, int, str, float]] = None  # (groups, groups kept, "top2sum" | "max", fill of the others)
     returns: Tuple[str, ...] = ()  # role of each returned tensor: logits | probs | weights | indices
-    dtypes: Tuple[torch.dtype, ...] = ()  # of the returned tensors for bf16 input and weight
-    flatten: bool = True  # takes [T, H]; False: [B, S, H]
+    upcast: bool = False  # the linear is computed in fp32
+    dtypes: Tuple[Tuple[torch.dtype, torch.dtype, Tuple[torch.dtype, ...]], ...] = ()  # (x, weight, results) seen to agree
+    flatten: bool = True  # takes [T, H] too; False: only [B, S, H]
     training: bool = True
