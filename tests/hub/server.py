@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,19 +60,21 @@ class Hub:
 
     `faults` maps a pattern of request paths to what happens to a GET of it:
         an int       this HTTP status
-        "truncate"   the whole length is announced, half of it sent, the connection closed
+        "truncate"   half of it is sent as if it were all, as a proxy does that caches a broken download
+        "cut"        the first time, the connection closes after half of it
         "stall"      half of it is sent, then nothing until `release` is set
         "die"        half of it is sent, then the server is gone
     """
 
     trusted: set[str] = field(default_factory=set)
+    delay: float = 0.0  # seconds before each answer
     lfs_above: int = 10 << 20  # bytes; larger files are kept as LFS objects, behind a redirect
     repositories: dict[str, Repository] = field(default_factory=dict)
     faults: dict[str, int | str] = field(default_factory=dict)
     requests: deque[tuple[str, str]] = field(default_factory=deque)
     unknown: list[str] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
-    stalled: threading.Event = field(default_factory=threading.Event)
+    reached: threading.Event = field(default_factory=threading.Event)  # a download is half done
     release: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
     dead: bool = False
@@ -124,10 +127,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = parse_qs(url.query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append((self.command, unquote(url.path)))
-        fault = next((what for pattern, what in self.hub.faults.items() if re.search(pattern, unquote(url.path))), None)
-        if isinstance(fault, int):
-            return self.error(fault, "", "the server is told to fail")
-        self.fault = fault
+        time.sleep(self.hub.delay)
+        pattern = next((pattern for pattern in self.hub.faults if re.search(pattern, unquote(url.path))), None)
+        self.fault = self.hub.faults.get(pattern) if self.command == "GET" else None
+        if isinstance(self.fault, int):
+            return self.error(self.fault, "", "the server is told to fail")
+        if self.fault == "cut":
+            del self.hub.faults[pattern]
         if self.command in ("POST", "PUT") and not self.authorized():
             return self.error(401, "", "Invalid username or password.")
         for method, pattern, function in ROUTES:
@@ -143,20 +149,26 @@ class _Handler(BaseHTTPRequestHandler):
     # -- answers -------------------------------------------------------------------------------------------------
 
     def send(self, status: int, content: bytes = b"", **headers):
+        wanted = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        if wanted and status == 200:
+            start = int(wanted[1])
+            headers["Content_Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            status, content = 206, content[start:]
+        if self.fault == "truncate":
+            self.fault, content = None, content[: len(content) // 2]
         self.send_response(status)
-        headers.setdefault("Content_Length", len(content))
-        for name, value in headers.items():
+        for name, value in {"Content_Length": len(content), **headers}.items():
             self.send_header(name.replace("_", "-"), str(value))
         self.end_headers()
         if self.command == "HEAD":
             return
-        if self.fault is None or self.command != "GET":
+        if self.fault is None:
             self.wfile.write(content)
             return
         self.wfile.write(content[: len(content) // 2])
         self.wfile.flush()
+        self.hub.reached.set()
         if self.fault == "stall":
-            self.hub.stalled.set()
             self.hub.release.wait(timeout=60)
         elif self.fault == "die":
             self.hub.dead = True
