@@ -72,7 +72,8 @@ def report(model: nn.Module) -> Report:
         decision = site.module.__dict__.get(SPEC) if site.scope is None else None
         decision = decision if isinstance(decision, Declined) else layer_for(integration.decide(site))
         if isinstance(decision, Declined):
-            outcomes.append(("-", site.class_name, False, decision.reason))
+            if decision.kind is not None:
+                outcomes.append(("-", site.class_name, False, decision.reason))
         else:
             outcomes.append((decision, site.class_name, False, "not kernelized"))
     return collect(outcomes)
@@ -90,7 +91,8 @@ def plan(model_or_config: Any, only: Sequence[str] = (), exclude: Sequence[str] 
     for site in integration.sites(model):
         layer = layer_for(integration.decide(site))
         if isinstance(layer, Declined):
-            outcomes.append(("-", site.class_name, False, layer.reason))
+            if layer.kind is not None:
+                outcomes.append(("-", site.class_name, False, layer.reason))
         elif not integration.chosen(site, layer, only, exclude):
             outcomes.append((layer, site.class_name, False, "left out by only= or exclude="))
         else:

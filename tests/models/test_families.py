@@ -1,0 +1,79 @@
+"""Six families: the swapped model computes what the eager one does, forward, backward and in generation."""
+
+import copy
+
+import pytest
+import torch
+from kernels import get_kernel
+from models.families import FAMILIES, build_model, token_ids
+
+npu = get_kernel("org/npu-fusion", version=1)
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    yield request.param
+
+
+def loss_and_gradients(model, ids):
+    model.zero_grad()
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    gradients = {name: p.grad.detach().cpu().double() for name, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach().cpu().double(), gradients
+
+
+def test_every_place_is_swapped_and_reported(family, fuse):
+    model = build_model(family).to("npu")
+    assert npu.report(model).swapped == {}
+    assert npu.report(fuse(model)).swapped == FAMILIES[family][2]
+
+
+def test_fp32_equals_eager_forward_and_backward(family, fuse):
+    model, ids = build_model(family).to("npu"), token_ids().to("npu")
+    logits, gradients = loss_and_gradients(model, ids)
+    fused_logits, fused_gradients = loss_and_gradients(fuse(model), ids)
+    # fp32 holds 24 bits; sums over at most 128 terms in another order move the last 4 of them: 2**-20 of the largest value
+    assert (fused_logits - logits).abs().max() <= 2**-19 * logits.abs().max()
+    assert fused_gradients.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, expected in gradients.items():
+        # a gradient passes the forward and the backward of two layers: two bits more
+        assert (fused_gradients[name] - expected).abs().max() <= 2**-17 * expected.abs().max() + 1e-9, name
+
+
+def test_bf16_is_as_near_to_float64_as_eager(family, fuse):
+    reference, ids = build_model(family, torch.bfloat16), token_ids()
+    truth, true_gradients = loss_and_gradients(copy.deepcopy(reference).double(), ids)
+    model = reference.to("npu")
+    eager, eager_gradients = loss_and_gradients(model, ids.to("npu"))
+    fused, fused_gradients = loss_and_gradients(fuse(model), ids.to("npu"))
+    # the fused ops round fewer times than eager, so on average they may not be further from float64;
+    # a quarter is left for chance, as the two make different roundings of the same values
+    assert (fused - truth).abs().mean() <= 1.25 * (eager - truth).abs().mean()
+
+    def distance(gradients):
+        return sum((gradients[name] - true_gradients[name]).norm() ** 2 for name in true_gradients).sqrt()
+
+    assert distance(fused_gradients) <= 1.25 * distance(eager_gradients)
+
+
+def test_generates_the_same_tokens(family, fuse):
+    model, ids = build_model(family).to("npu"), token_ids(length=5).to("npu")
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(fuse(model).generate(ids, max_new_tokens=12, do_sample=False), expected)
+
+
+def test_swapped_model_on_the_cpu_is_the_eager_one(family, fuse):
+    model, ids = build_model(family), token_ids()
+    logits, gradients = loss_and_gradients(model, ids)
+    fused_logits, fused_gradients = loss_and_gradients(fuse(model), ids)
+    # the same plain PyTorch operations; only the experts are grouped differently
+    assert (fused_logits - logits).abs().max() <= 2**-19 * logits.abs().max()
+    assert all((fused_gradients[n] - g).abs().max() <= 2**-17 * g.abs().max() + 1e-9 for n, g in gradients.items())
+
+
+def test_restore_gives_back_every_forward(family):
+    model = build_model(family)
+    npu.restore(npu.kernelize(model))
+    assert npu.report(model).swapped == {}
+    assert not any("forward" in vars(module) or "_npu_fusion" in vars(module) for module in model.modules())

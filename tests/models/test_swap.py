@@ -1,0 +1,349 @@
+"""What can happen to a model around the swap, and what is right then."""
+
+import copy
+import inspect
+import io
+import re
+import threading
+
+import kernels
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from models.families import FAMILIES, build_model, token_ids
+from kernels import Mode, get_kernel
+from torch import nn
+
+npu = get_kernel("org/npu-fusion", version=1)
+LLAMA = FAMILIES["llama"][2]
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(token_ids().to(model.device)).logits.cpu()
+
+
+@pytest.fixture
+def eager():
+    return logits(build_model("llama").to("npu"))
+
+
+def close(a, b):
+    # fp32 sums of at most 128 terms in another order: 2**-20 of the largest value, times two layers
+    return (a - b).abs().max() <= 2**-19 * b.abs().max()
+
+
+# ---- what is chosen
+
+
+def test_only_and_exclude_take_layers_classes_and_places(fuse):
+    assert npu.report(fuse(build_model("llama"), only=["RMSNorm"])).swapped == {"RMSNorm": 5}
+    assert npu.report(fuse(build_model("llama"), exclude=["LlamaMLP", "*rotary*"])).swapped == {"RMSNorm": 5}
+    assert npu.report(fuse(build_model("llama"), only=["model.layers.1.*"])).swapped == {
+        "RMSNorm": 2,
+        "SwiGLUMLP": 1,
+        "rotary_pos_emb": 2,  # one function serves both layers
+    }
+    reasons = {row.reason for row in npu.report(fuse(build_model("llama"), only=["RMSNorm"])).rows if not row.swapped}
+    assert reasons == {"left out by only= or exclude="}
+
+
+def test_kernelize_again_decides_anew(fuse):
+    model = fuse(build_model("llama"))
+    assert npu.report(fuse(model, exclude=["SwiGLUMLP"])).swapped == {"RMSNorm": 5, "rotary_pos_emb": 2}
+    assert npu.report(fuse(model)).swapped == LLAMA
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:0", torch.device("npu"), torch.device("npu", 0)])
+def test_npu_devices_are_accepted(device, fuse):
+    assert npu.report(fuse(build_model("llama"), device=device)).swapped == LLAMA
+
+
+BAD = {
+    "another device": (lambda: npu.kernelize(build_model("llama"), device="cuda:0"), ValueError, "'npu' only, got 'cuda:0'"),
+    "no parameters": (lambda: npu.kernelize(nn.ReLU()), ValueError, "ReLU has no parameters"),
+    "no module": (lambda: npu.kernelize("model"), TypeError, "torch.nn.Module, got str"),
+    "no config": (lambda: npu.plan({"model_type": "llama"}), TypeError, "transformers config, got dict"),
+}
+
+
+@pytest.mark.parametrize("call, error, message", BAD.values(), ids=BAD)
+def test_bad_input_is_named(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+# ---- what happens to the model
+
+
+def test_deep_copy_is_swapped_and_independent(fuse, eager):
+    model = fuse(build_model("llama").to("npu"))
+    twin = copy.deepcopy(model)
+    assert npu.report(twin).swapped == LLAMA and close(logits(twin), eager)
+    with torch.no_grad():
+        twin.model.norm.weight.zero_()
+    assert logits(twin).abs().max() == 0 and close(logits(model), eager)
+
+
+def test_saved_whole_and_loaded(fuse, eager):
+    file = io.BytesIO()
+    torch.save(fuse(build_model("llama").to("npu")), file)
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert npu.report(twin).swapped == LLAMA and close(logits(twin), eager)
+
+
+def test_moved_between_devices_and_dtypes(fuse, eager):
+    model = fuse(build_model("llama"))
+    for device in ("cpu", "npu", "cpu", "npu"):
+        assert close(logits(model.to(device)), eager)
+    assert logits(model.to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_weights_of_the_module_are_read_at_each_call(fuse):
+    model = fuse(build_model("llama").to("npu"))
+    fresh = build_model("llama", seed=5).to("npu")
+    model.load_state_dict(fresh.state_dict())
+    assert close(logits(model), logits(fresh))
+
+
+def test_state_dict_is_untouched(fuse):
+    model = build_model("llama")
+    names = list(model.state_dict())
+    assert list(fuse(model).state_dict()) == names
+
+
+def test_swapped_for_training_and_used_for_inference_and_back(fuse, eager):
+    model = fuse(build_model("llama").to("npu").train())
+    assert close(logits(model.eval()), eager)
+    model = fuse(build_model("llama").to("npu").eval()).train()
+    ids = token_ids().to("npu")
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_forward_hooks_of_users_still_run(fuse):
+    model, calls = fuse(build_model("llama").to("npu")), []
+    for module in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.gate_proj):
+        module.register_forward_hook(lambda module, args, output: calls.append(type(module).__name__))
+    logits(model)
+    assert sorted(calls) == ["LlamaMLP", "LlamaRMSNorm", "Linear"]
+
+
+def test_hook_that_changes_a_linear_is_honoured(fuse):
+    model = build_model("llama").to("npu")
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 2)
+    expected = logits(model)
+    assert close(logits(fuse(model)), expected)
+
+
+def test_accelerate_hooks_survive_the_swap_and_its_end(fuse, eager):
+    class Count(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            Count.calls += 1
+            return args, kwargs
+
+    model = build_model("llama").to("npu")
+    for layer in model.model.layers:
+        add_hook_to_module(layer.mlp, Count())
+        add_hook_to_module(layer.input_layernorm, Count())
+    assert npu.report(fuse(model)).swapped == LLAMA
+    assert close(logits(model), eager) and Count.calls == 4
+    assert npu.report(npu.restore(model)).swapped == {}
+    assert close(logits(model), eager) and Count.calls == 8
+
+
+def test_a_wrapped_forward_is_left_alone_with_the_reason(fuse):
+    model = build_model("llama")
+    module = model.model.norm
+    original = module.forward
+
+    def tp_forward(*args):
+        return original(*args)
+
+    module.forward = tp_forward
+    fuse(model)
+    assert module.forward is tp_forward
+    (row,) = [row for row in npu.report(model).rows if not row.swapped]
+    assert row.class_name == "LlamaRMSNorm" and "tp_forward" in row.reason
+
+
+def test_two_models_of_a_family_share_only_the_rotary_function():
+    one, other = build_model("llama"), build_model("llama")
+    npu.kernelize(one)
+    assert npu.report(other).swapped == {"rotary_pos_emb": 2}
+    npu.kernelize(other)
+    npu.restore(one)
+    assert npu.report(other).swapped == LLAMA, "the function stays while a swapped model is left"
+    npu.restore(other)
+    assert npu.report(other).swapped == {}
+
+
+def test_a_model_that_is_gone_gives_its_share_back():
+    npu.kernelize(build_model("llama"))
+    other = build_model("llama")
+    npu.restore(npu.kernelize(other))
+    assert npu.report(other).swapped == {}
+
+
+def test_threads_swap_and_run_models_side_by_side(fuse, eager):
+    results = []
+
+    def work():
+        results.append(close(logits(fuse(build_model("llama").to("npu"))), eager))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 4
+
+
+# ---- plain kernels and transformers after register()
+
+
+def test_layers_pass_the_validation_of_kernels():
+    from kernels.layer.layer import _validate_layer
+
+    modeling = __import__("transformers.models.qwen3_moe.modeling_qwen3_moe", fromlist=["modeling"])
+    pairs = {
+        "RMSNorm": modeling.Qwen3MoeRMSNorm,
+        "SwiGLUMLP": modeling.Qwen3MoeMLP,
+        "GeGLUMLP": modeling.Qwen3MoeMLP,
+        "MoEExperts": modeling.Qwen3MoeExperts,
+        "rotary_pos_emb": type(modeling.apply_rotary_pos_emb),
+    }
+    for name, replaced in pairs.items():
+        _validate_layer(check_cls=replaced, cls=getattr(npu.layers, name), repo=npu.layer_map().get(name, {}).get("npu"))
+
+
+def test_plain_kernelize_after_register(registered, eager):
+    model = build_model("llama").to("npu")
+    kernels.kernelize(model, mode=Mode.INFERENCE, device="npu")
+    assert npu.report(model).swapped == LLAMA and close(logits(model), eager)
+
+
+def test_plain_kernelize_of_moe_after_register(registered):
+    model = build_model("qwen3_moe").to("npu")
+    expected = logits(model)
+    kernels.kernelize(model, mode=Mode.TRAINING, device="npu")
+    assert npu.report(model).swapped == FAMILIES["qwen3_moe"][2] and close(logits(model), expected)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+def test_from_pretrained_with_use_kernels(registered, eager, tmp_path, mode):
+    build_model("llama").save_pretrained(tmp_path)
+    loaded = type(build_model("llama")).from_pretrained(
+        tmp_path, use_kernels=True, device_map="npu", attn_implementation="eager"
+    )
+    assert npu.report(getattr(loaded, mode)()).swapped == LLAMA
+    assert close(logits(loaded.eval()), eager)
+
+
+def test_register_and_unregister_are_symmetric_and_idempotent():
+    from kernels.layer.globals import _KERNEL_MAPPING
+    from transformers.integrations.hub_kernels import get_kernel_mapping_transformers
+    from transformers.models.llama import modeling_llama
+
+    def state():
+        entries = {name: dict(entry["npu"].repos) for name, entry in _KERNEL_MAPPING.get().items() if "npu" in entry}
+        upstream = get_kernel_mapping_transformers()["RMSNorm"]["npu"]
+        classes = (modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm)
+        marks = [{k: v for k, v in vars(cls).items() if k.startswith("kernel_")} for cls in classes]
+        return {name: repos for name, repos in entries.items() if repos}, upstream, marks
+
+    before = state()
+    npu.register()
+    npu.register()
+    build_model("llama")
+    assert state() != before
+    npu.unregister()
+    npu.unregister()
+    assert state() == before
+
+
+class Doubled(nn.Module):
+    """A user's own kernel."""
+
+    def forward(self, hidden_states):
+        return hidden_states * 2
+
+
+class DoubledRepository:
+    def load(self):
+        return Doubled
+
+
+def users_norm(mode=None):
+    return {"RMSNorm": {"npu": {mode: DoubledRepository()} if mode else DoubledRepository()}}
+
+
+def runs_users_norm(model):
+    return model.model.norm.forward.__func__ is Doubled.forward
+
+
+@pytest.mark.parametrize("order", ["before", "after", "mapping"])
+def test_the_users_entry_wins(order):
+    try:
+        if order == "before":
+            kernels.register_kernel_mapping(users_norm())
+        npu.register(users_norm() if order == "mapping" else None)
+        if order == "after":
+            kernels.register_kernel_mapping(users_norm())
+        model = build_model("llama")
+        kernels.kernelize(model, mode=Mode.INFERENCE, device="npu")
+        assert runs_users_norm(model) and npu.report(model).swapped == {"SwiGLUMLP": 2, "rotary_pos_emb": 2}
+        model = npu.kernelize(build_model("llama"))
+        assert runs_users_norm(model)
+        (row,) = [row for row in npu.report(model).rows if not row.swapped]
+        assert row.reason == "the user registered another kernel for RMSNorm" and row.count == 5
+    finally:
+        npu.restore(model)
+        npu.unregister()
+        kernels.register_kernel_mapping({"RMSNorm": {"npu": {}}})
+
+
+def test_the_users_entry_wins_for_its_mode_only():
+    try:
+        npu.register(users_norm(Mode.TRAINING))
+        model = build_model("llama")
+        kernels.kernelize(model, mode=Mode.TRAINING, device="npu")
+        assert runs_users_norm(model)
+        kernels.kernelize(model, mode=Mode.INFERENCE, device="npu")
+        assert npu.report(model).swapped == LLAMA
+    finally:
+        npu.unregister()
+        kernels.register_kernel_mapping({"RMSNorm": {"npu": {}}})
+
+
+# ---- what people read
+
+
+def test_plan_needs_no_weights_and_no_npu():
+    config = build_model("qwen3_moe").config
+    planned = npu.plan(config)
+    assert planned.swapped == FAMILIES["qwen3_moe"][2]
+    assert re.search(r"RMSNorm +Qwen3MoeRMSNorm +9 +yes", str(planned))
+
+
+def test_verify_finds_the_layer_that_parts(fuse):
+    model = build_model("llama").to("npu")
+    inputs = {"input_ids": token_ids().to("npu")}
+    result = npu.verify(model, inputs)
+    assert result.first is None and {d.layer for d in result.differences} >= {"RMSNorm", "SwiGLUMLP", "rotary_pos_emb"}
+    assert npu.report(model).swapped == {}, "the model is left as it was found"
+
+    module = model.model.layers[1].mlp
+    broken = npu.verify(model, inputs, tolerance=0)
+    assert broken.first is not None and "they part at" in str(broken)
+    assert "forward" not in vars(module)
+
+
+def test_signatures_of_the_public_api_are_documented():
+    for name in npu.__all__:
+        member = getattr(npu, name)
+        if inspect.isfunction(member):
+            assert inspect.getdoc(member), name
