@@ -64,8 +64,9 @@ def _is_linear(module):
 
 def _shrink(dims):
     """Small sizes for the real ones, equal where those are equal and double where those are double. Up to 32 stays."""
-    small, fresh = {}, iter((6, 10, 14, 22, 26, 34, 38, 46, 58, 62))
-    for size in sorted({d for d in dims if d > 32}):
+    dims = set(dims)
+    small, fresh = {d: d for d in dims if d <= 32}, iter((6, 10, 14, 22, 26, 34, 38, 46, 58, 62))
+    for size in sorted(dims - set(small)):
         small[size] = 2 * small[size // 2] if size % 2 == 0 and size // 2 in small else next(fresh)
     return small
 
@@ -101,6 +102,8 @@ class _Opaque(nn.Linear):
 def _attribute(value, sizes):
     if type(value) is int:
         return sizes.get(value, value)
+    if type(value) is tuple:
+        return tuple(_attribute(v, sizes) for v in value)
     if isinstance(value, (list, dict, set)):
         return copy.copy(value)
     if hasattr(type(value), "to_dict"):
@@ -358,7 +361,7 @@ def _norm_cases(module, dim, gated):
     x = _random(4, 2, 5, dim)
     special = x.clone()
     special[0, 1, 0], special[0, 2, 0], special[0, 3] = float("inf"), float("nan"), 0
-    spikes = torch.eye(dim)[: min(dim, 8)].repeat(2, 1, 1) * 10
+    spikes = torch.eye(min(dim, 8), dim).repeat(2, 1, 1) * 10
     yield case("in its gradients", x)
     yield case("for large weights or peaks (a clamp?)", spikes, scale=1e3)
     yield case("for inf, nan or zeros", special)
@@ -440,16 +443,17 @@ def _match_mlp(module):
     cases += [(f"for inputs near {scale:g} (a clamp?)", target, (x * scale,)) for scale in (30.0, 1e6, 1e-5)]
     cases += [("for inf, nan or zeros", target, (special,)), ("for 2-D input", target, (x[0],)), ("for a single position", target, (x[:, :1],))]
     cases += [(f"at length {n}", target, (_random(11, 1, n, width),)) for n in _lengths(module)]
-    spec, reference = _settle(hypotheses, cases, "does not compute down(act(gate(x)) * up(x))")
+    others = [n for n, child in module._modules.items() if n not in linears and child is not None and any(True for _ in child.parameters())]
+    beside = f" ({', '.join(others)} takes part, too)" if others else ""
+    spec, reference = _settle(hypotheses, cases, f"does not compute down(act(gate(x)) * up(x)){beside}")
     if spec.activation in UNFUSED:
         raise _No(f"a gated MLP whose activation, {spec.activation}, has no fused form")
 
     low, args = _stand_in(module, sizes, torch.bfloat16, opaque=True), (x.bfloat16(),)
-    out = _run(_forward, low, args)
-    if not _same_rounding(out[0], _run(reference, low, args)[0]):
-        spec = replace(spec, upcast=True)
-        if not _same_rounding(out[0], _run(partial(reference, upcast=True), low, args)[0]):
-            raise _No("computes a gated MLP, but rounds elsewhere in bfloat16")
+    (out,), (native,) = _run(_forward, low, args), _run(reference, low, args)
+    if not _near(out, native, 0.03):  # an activation written in steps rounds at each: a few ulp of 2^-8
+        raise _No("computes a gated MLP, but another one in bfloat16")
+    spec = replace(spec, upcast=not _same_rounding(out, native) and _same_rounding(out, _run(partial(reference, upcast=True), low, args)[0]))
     trained = _stand_in(module, sizes, training=True, opaque=True)
     return replace(spec, training=_same_in_training(target, trained, (x,)))
 
@@ -676,9 +680,7 @@ def _match_router(module):
     matrices = {n: p for n, p in module.named_parameters() if p.dim() == 2 and p.shape[0] > 1}
     if len(matrices) != 1 or any(p.dim() > 2 for p in module.parameters()):
         raise _No("is not one matrix of scores", candidate=False)
-    arguments = _required(module)[1:]
-    if len(arguments) > 1:
-        raise _No("its forward takes other arguments than hidden states and a bias", candidate=False)
+    arguments = [p.name for p in _parameters(module)[1:2] if p.default in (p.empty, None)]  # a bias that the caller holds
     (name, matrix), tokens = next(iter(matrices.items())), 64
     experts, hidden = matrix.shape
     sizes = {} if hidden <= 64 or hidden == experts else {hidden: 38}
@@ -691,8 +693,8 @@ def _match_router(module):
         return {**found, **{f"argument {a}": _random(52, experts) for a in arguments}}
 
     def run(target, x):
-        extra = [vectors(target)[f"argument {a}"] for a in arguments]
-        for shape in (x.shape, (4, -1, x.shape[-1])):
+        extra = [_random(52, experts) for _ in arguments]
+        for shape, extra in itertools.product((x.shape, (4, -1, x.shape[-1])), ((), extra)):
             try:
                 outs = _run(_forward, target, (x.reshape(shape), *extra))
                 return [o.flatten(0, 1) if o.dim() == 3 else o for o in outs], len(shape) == 2
@@ -801,31 +803,52 @@ _PROBES = {
 }
 
 
-def candidate(target):
-    """Name of the only probe (norm, gated_norm, mlp, rotary, experts, router) that the structure of `target` allows, or None."""
+def _structure(target):
+    """Name of the only probe that the structure of `target` allows. Raises _No with what keeps it from one."""
     if not isinstance(target, nn.Module):
-        takes = {p.name for p in _parameters(target)} if callable(target) else set()
-        return "rotary" if {"cos", "sin"} <= takes else None
-    cls = type(target)
-    if cls.__module__.startswith("torch.nn.") and cls is not getattr(nn, "RMSNorm", None):
-        return None
+        if callable(target) and {"cos", "sin"} <= {p.name for p in _parameters(target)}:
+            return "rotary"
+        raise _No("is no module, and no function of cos and sin", candidate=False)
+    if type(target).__module__.startswith("torch.nn.") and type(target) is not getattr(nn, "RMSNorm", None):
+        raise _No("is one of torch's own layers", candidate=False)
     tensors, children = _tensors(target), [child for child in target._modules.values() if child is not None]
+    ranks, linears = {t.dim() for t in tensors.values()}, sum(map(_is_linear, children))
     arguments, needed = len(_parameters(target)), len(_required(target))
-    if any(t.dim() == 3 for t in tensors.values()):
-        return "experts" if arguments == 3 else None
-    linears = sum(map(_is_linear, children))
-    if 2 <= linears <= 3 and not tensors:
-        return "mlp" if arguments == 1 else None
-    if linears == 1 or any(t.dim() == 2 for t in tensors.values()):
-        return "router" if needed in (1, 2) else None
+    if 3 in ranks:
+        return _if(arguments == 3, "experts", "has packed weights, but does not take hidden states, indices and weights")
+    if linears > 1:
+        problem = (
+            arguments != 1
+            and f"its forward takes {arguments} arguments, not hidden states alone"
+            or linears > 3
+            and f"has {linears} linear layers, a gated MLP has 2 or 3"
+            or "has weights beside its linear layers"
+        )
+        return _if(arguments == 1 and linears <= 3 and not tensors, "mlp", problem)
+    if linears == 1 or 2 in ranks:
+        return _if(needed in (1, 2), "router", "its forward takes other arguments than a router's")
     if children:
+        raise _No("is made of other modules", candidate=False)
+    if not tensors and {"cos", "sin"} <= {p.name for p in _parameters(target)}:
+        return "rotary"
+    one_vector = len(tensors) == 1 and ranks == {1}
+    maybe_eps = not tensors and any(type(v) is float and 0 < v < 0.1 for v in vars(target).values())
+    one_or_two = arguments in (1, 2) and needed
+    return _if((one_vector or maybe_eps) and one_or_two, "norm" if arguments == 1 else "gated_norm", "has no layer's structure")
+
+
+def _if(holds, kind, problem):
+    if not holds:
+        raise _No(problem, candidate=False)
+    return kind
+
+
+def candidate(target):
+    """Which probe would decide on `target`: norm, gated_norm, mlp, rotary, experts or router; None where none could match."""
+    try:
+        return _structure(target)
+    except _No:
         return None
-    if {"cos", "sin"} <= {p.name for p in _parameters(target)}:
-        return None if tensors else "rotary"
-    small = any(type(v) is float and 0 < v < 0.1 for v in vars(target).values())
-    if (tensors or small) and arguments in (1, 2) and needed and len(tensors) < 2 and all(t.dim() == 1 for t in tensors.values()):
-        return "norm" if arguments == 1 else "gated_norm"
-    return None
 
 
 class _Same:
@@ -907,12 +930,12 @@ def match(target):
         Norm, GatedNorm, MLP, Rotary, Experts, Router or Declined (see specs.py).
     """
     try:
-        kind = candidate(target)
-        if kind is None:
-            return Declined("does not look like a layer that has a fused form")
+        kind = _structure(target)
         key = (kind, _key(target, opaque=kind == "mlp") if isinstance(target, nn.Module) else _Same(target))
         if key in _ANSWERS:
             return _ANSWERS[key]
+    except _No as no:
+        return Declined(str(no))
     except Exception as error:  # a module that cannot even be looked at
         return Declined(f"could not be looked at: {type(error).__name__}: {error}")
     with _LOCK, _isolated():
