@@ -5,12 +5,14 @@
 """
 
 from . import layers, ops
+from .doctor import check_directory, doctor
 from .integration import kernelize, restore
 from .mapping import layer_map
 from .registration import register, unregister
 from .report import plan, report, verify
 
 __all__ = [
+    "doctor",
     "kernelize",
     "layer_map",
     "layers",
@@ -22,3 +24,5 @@ __all__ = [
     "unregister",
     "verify",
 ]
+
+check_directory(__name__)
