@@ -83,7 +83,7 @@ ACLNN(aclnnMoeTokenUnpermute, (In permuted, In sorted_indices, In probs, bool pa
   return [=, &op] {
     Places places(op, sorted_indices, permuted->view.size(0));
     auto rows = places.gather(f32(permuted));
-    if (probs) rows = rows * f32(probs).view({-1, 1});
+    if (probs) rows = rows * f32(probs).reshape({-1, 1});
     tokens->view.copy_(rows.view({tokens->view.size(0), -1, permuted->view.size(1)}).sum(1));
   };
 })
@@ -99,7 +99,7 @@ ACLNN(aclnnMoeTokenUnpermuteGrad, (In permuted, In dtokens, In sorted_indices, I
     Places places(op, sorted_indices, dpermuted->view.size(0));
     int64_t k = probs ? probs->view.size(1) : 1;
     auto spread = f32(dtokens).repeat_interleave(k, 0);
-    auto weighted = probs ? spread * f32(probs).view({-1, 1}) : spread;
+    auto weighted = probs ? spread * f32(probs).reshape({-1, 1}) : spread;
     leave_uninitialised(dpermuted->view);
     auto kept = places.kept.nonzero().flatten();
     dpermuted->view.index_copy_(0, places.rows.index_select(0, kept),
