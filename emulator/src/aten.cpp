@@ -1,127 +1,514 @@
-// Re-registers every ordinary aten op of the PrivateUse1 (npu) key as one boxed kernel that runs the CPU kernel on
-// aliases of the emulated device memory. npu::* ops and the allocation / view / copy ops stay torch_npu's own.
+// libaten.so: the ordinary aten ops of the npu key, computed by PyTorch's CPU kernels on device memory.
+//
+// Every aten op for which torch_npu registers a kernel is registered again as one boxed kernel, DeviceOp. It makes CPU
+// tensors that alias the device memory of the arguments, runs the op's CPU kernel on them, and reports one launch. What
+// torch_npu leaves to PyTorch's composite kernels or to its own CPU fallback takes that way here too.
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/library.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <cstdio>
-#include <map>
-#include <mutex>
-#include <set>
-using at::Tensor; using c10::IValue;
-static bool is_npu(const Tensor& t) { return t.defined() && t.device().type() == c10::DeviceType::PrivateUse1; }
-static Tensor alias_cpu(const Tensor& t) {
-  Tensor r = t.numel() == 0 && !t.has_storage() ? at::empty_strided(t.sizes(), t.strides(), t.dtype()) :
-      at::from_blob(t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()));
-  if (t.unsafeGetTensorImpl()->is_wrapped_number()) r.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return r;
-}
-static Tensor to_npu(const Tensor& c, c10::Device dev) {
-  if (!c.defined() || c.device().type() != c10::DeviceType::CPU) return c;
-  Tensor o = at::empty_strided(c.sizes(), c.strides(), c.options().device(dev));
-  if (c.numel()) alias_cpu(o).copy_(c);
-  return o;
-}
-static std::map<std::string, int64_t> g_calls; static std::mutex g_mu;
-static bool g_count = getenv("EMUL_COUNT") != nullptr;
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/library.h>
 
-static void cpu_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const auto& schema = op.schema();
-  if (g_count) { std::lock_guard<std::mutex> l(g_mu); g_calls[schema.name() + "." + schema.overload_name()]++; }
-  at::AutoDispatchBelowADInplaceOrView guard;
-  const size_t na = schema.arguments().size(), base = stack->size() - na;
-  c10::Device dev = c10::impl::getDeviceGuardImpl(c10::DeviceType::PrivateUse1)->getDevice(); bool have = false;
-  std::vector<IValue> orig(stack->begin() + base, stack->end());
-  auto cvt = [&](const Tensor& t, bool out) {
-    if (!is_npu(t)) return t;
-    if (!have) { dev = t.device(); have = true; }
-    if (out && t.numel() == 0) return at::empty(t.sizes(), t.options().device(c10::kCPU));
-    return alias_cpu(t);
-  };
-  for (size_t i = 0; i < na; i++) {
-    IValue& v = (*stack)[base + i];
-    const auto* ai = schema.arguments()[i].alias_info(); bool wr = ai && ai->isWrite();
-    if (v.isTensor()) v = cvt(v.toTensor(), wr);
-    else if (v.isTensorList()) { auto l = v.toTensorVector(); for (auto& t : l) t = cvt(t, wr); v = l; }
-    else if (v.isOptionalTensorList()) {
-      c10::List<std::optional<Tensor>> n;
-      for (std::optional<Tensor> t : v.toOptionalTensorList()) n.push_back(t ? std::optional<Tensor>(cvt(*t, false)) : t);
-      v = n;
+#include <array>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "footprint.h"
+#include "traffic.h"
+
+extern "C" const char* aclGetRecentErrMsg();
+
+namespace {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::IValue;
+using torch::jit::Stack;
+constexpr auto NPU = c10::DeviceType::PrivateUse1;
+
+bool on_npu(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == NPU; }
+
+// ---- which ops are special, by name without overload
+
+const std::set<std::string> torch_npus_own = {
+    // Allocation, storage and copies to and from the host.
+    "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::set_", "aten::is_set_to", "aten::record_stream",
+    "aten::is_pinned", "aten::pin_memory", "aten::_pin_memory", "aten::_copy_from", "aten::_copy_from_and_resize",
+    "aten::_local_scalar_dense",
+    // These lead to aclnn functions: the fused attention, and GELU, whose form torch_npu chooses by chip and option.
+    "aten::scaled_dot_product_attention", "aten::_fused_sdp_choice", "aten::gelu", "aten::gelu_backward"};
+
+const std::set<std::string> allocations = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided"};
+
+// Copies within a device are launches; to and from the host they are torch_npu's own.
+const std::set<std::string> copies = {"aten::copy_", "aten::_to_copy"};
+
+const std::set<std::string> matrix_products = {
+    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot",
+    "aten::matmul", "aten::matmul_backward", "aten::_grouped_mm"};
+
+// In-place ops that do not look at what they overwrite. In-place random ops are known by their tag.
+const std::set<std::string> overwriting = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_",
+                                           "aten::_foreach_copy_", "aten::eye", "aten::arange"};
+
+// Ops that look at their argument's shape only.
+const std::set<std::string> shape_only = {"aten::ones_like", "aten::zeros_like", "aten::full_like"};
+
+// Ops that read as much of their first argument as they return, and ops that write as much of it as their last tensor has.
+const std::set<std::string> gathering = {"aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take"};
+const std::set<std::string> scattering = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_",
+                                          "aten::index_fill_", "aten::scatter_add_", "aten::index_add_"};
+
+// Index tensors of these may be on the host; torch_npu moves them.
+const std::set<std::string> host_indices = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+
+// The npu has integer kernels for these, the CPU has not.
+const std::set<std::string> widened = {"aten::histc"};
+
+// ---- what torch_npu has and the CPU lacks gets a CPU kernel here
+
+std::tuple<Tensor, Tensor> matmul_backward(const Tensor& grad_output, const Tensor& self, const Tensor& other,
+                                           std::array<bool, 2> mask) {
+  const Tensor left = self.dim() == 1 ? self.unsqueeze(0) : self, right = other.dim() == 1 ? other.unsqueeze(1) : other;
+  Tensor grad = other.dim() == 1 ? grad_output.unsqueeze(-1) : grad_output;
+  if (self.dim() == 1) grad = grad.unsqueeze(-2);
+  Tensor grad_self, grad_other;
+  if (mask[0]) grad_self = at::sum_to(at::matmul(grad, right.mT()), left.sizes()).view(self.sizes());
+  if (mask[1]) {
+    const bool linear_layer = right.dim() == 2 && left.dim() > 2;  // one product over all rows
+    grad_other = linear_layer ? at::mm(left.flatten(0, -2).t(), grad.flatten(0, -2))
+                              : at::sum_to(at::matmul(left.mT(), grad), right.sizes());
+    grad_other = grad_other.view(other.sizes());
+  }
+  return {grad_self, grad_other};
+}
+
+// The gradient of `forward` at `input`, by PyTorch's own CPU derivative.
+Tensor derivative(const Tensor& grad, const Tensor& input, const std::function<Tensor(const Tensor&)>& forward) {
+  const c10::impl::ForceDispatchKeyGuard with_autograd(c10::default_included_set, c10::default_excluded_set);
+  at::AutoGradMode enable(true);
+  const Tensor leaf = input.detach().requires_grad_();
+  return torch::autograd::grad({forward(leaf)}, {leaf}, {grad})[0];
+}
+
+Tensor l1_loss_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction) {
+  return derivative(grad, input, [&](const Tensor& x) { return at::l1_loss(x, target, reduction); });
+}
+Tensor kl_div_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction, bool log_target) {
+  return derivative(grad, input, [&](const Tensor& x) { return at::kl_div(x, target, reduction, log_target); });
+}
+Tensor kl_div_target_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction,
+                              bool log_target) {
+  return derivative(grad, target, [&](const Tensor& x) { return at::kl_div(input, x, reduction, log_target); });
+}
+Tensor binary_cross_entropy_with_logits_backward(const Tensor& grad, const Tensor& input, const Tensor& target,
+                                                 const std::optional<Tensor>& weight,
+                                                 const std::optional<Tensor>& pos_weight, int64_t reduction) {
+  return derivative(grad, input, [&](const Tensor& x) {
+    return at::binary_cross_entropy_with_logits(x, target, weight, pos_weight, reduction);
+  });
+}
+Tensor gather_backward(const Tensor& grad, c10::SymIntArrayRef sizes, int64_t dim, const Tensor& index, bool) {
+  return at::zeros(C10_AS_INTARRAYREF_SLOW(sizes), grad.options()).scatter_add_(dim, index, grad);
+}
+Tensor repeat_interleave_backward_int(const Tensor& grad, const Tensor& input, c10::SymInt repeats,
+                                      std::optional<int64_t> dim) {
+  const int64_t count = repeats.expect_int();
+  return derivative(grad, input, [&](const Tensor& x) { return at::repeat_interleave(x, count, dim); });
+}
+Tensor repeat_interleave_backward_tensor(const Tensor& grad, const Tensor& input, const Tensor& repeats,
+                                         std::optional<int64_t> dim) {
+  return derivative(grad, input, [&](const Tensor& x) { return at::repeat_interleave(x, repeats, dim); });
+}
+Tensor dtype_cast(const Tensor& input, int64_t dtype, std::optional<int64_t>) {
+  return input.to(at::ScalarType(dtype), /*non_blocking=*/false, /*copy=*/true);
+}
+
+const std::vector<const char*> npu_ops_with_cpu_kernel = {
+    "l1_loss_backward", "kl_div_backward", "kl_div_target_backward", "npu_binary_cross_entropy_with_logits_backward",
+    "npu_gather_backward", "repeat_interleave_backward_int", "repeat_interleave_backward_tensor", "npu_dtype_cast"};
+
+void install_cpu_kernels(torch::Library& aten, torch::Library& aten_meta, torch::Library& npu) {
+  aten.impl("matmul_backward", matmul_backward);
+  aten_meta.impl("matmul_backward", matmul_backward);  // for the shapes of skipped products
+  npu.impl("l1_loss_backward", l1_loss_backward);
+  npu.impl("kl_div_backward", kl_div_backward);
+  npu.impl("kl_div_target_backward", kl_div_target_backward);
+  npu.impl("npu_binary_cross_entropy_with_logits_backward", binary_cross_entropy_with_logits_backward);
+  npu.impl("npu_gather_backward", gather_backward);
+  npu.impl("repeat_interleave_backward_int", repeat_interleave_backward_int);
+  npu.impl("repeat_interleave_backward_tensor", repeat_interleave_backward_tensor);
+  npu.impl("npu_dtype_cast", dtype_cast);
+}
+
+// ---- tensors on both sides
+
+// CPU tensors on the memory of npu tensors, for one call. Tensors that share storage share it here too, so that the CPU
+// kernels' checks for overlap see what is there. A kernel that resizes an output moves it to host memory of its own.
+class Aliases {
+ public:
+  Tensor of(const Tensor& tensor) {
+    Tensor alias = at::detail::make_tensor<c10::TensorImpl>(storage_of(tensor), c10::DispatchKeySet(DispatchKey::CPU),
+                                                            tensor.dtype());
+    alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) alias.unsafeGetTensorImpl()->set_wrapped_number(true);
+    if (tensor.is_conj()) alias._set_conj(true);
+    if (tensor.is_neg()) alias._set_neg(true);
+    return alias;
+  }
+  // The npu tensor of the same storage, if `tensor` is an alias or a view of one.
+  std::optional<Tensor> original(const Tensor& tensor) const {
+    for (const auto& [npu, cpu] : pairs_)
+      if (tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() == cpu.unsafeGetStorageImpl()) return npu;
+    return std::nullopt;
+  }
+
+ private:
+  c10::Storage storage_of(const Tensor& tensor) {
+    for (const auto& [npu, cpu] : pairs_)
+      if (npu.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) return cpu;
+    const auto& storage = tensor.storage();
+    c10::DataPtr data(storage.mutable_data(), c10::Device(c10::kCPU));
+    c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+    pairs_.emplace_back(tensor, alias);
+    return alias;
+  }
+  std::vector<std::pair<Tensor, c10::Storage>> pairs_;
+};
+
+thread_local bool poisoning = true;
+
+// Device memory that the caller writes at once.
+Tensor unpoisoned(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
+  poisoning = false;
+  Tensor tensor = at::empty_strided(sizes, strides, options);
+  poisoning = true;
+  return tensor;
+}
+
+Tensor to_npu(const Tensor& result, c10::Device device) {
+  const Tensor dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
+  Tensor tensor = unpoisoned(dense.sizes(), dense.strides(), dense.options().device(device));
+  if (dense.is_conj()) tensor._set_conj(true);
+  if (dense.is_neg()) tensor._set_neg(true);
+  if (dense.numel()) std::memcpy(tensor.mutable_data_ptr(), dense.const_data_ptr(), dense.nbytes());
+  return tensor;
+}
+
+// Applies `change` to every tensor in a value: a tensor, a list of them, or a list of optional ones.
+void for_each_tensor(IValue& value, const std::function<Tensor(const Tensor&)>& change) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) value = change(value.toTensor());
+  } else if (value.isTensorList()) {
+    auto tensors = value.toTensorVector();
+    for (auto& tensor : tensors) tensor = change(tensor);
+    value = tensors;
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<Tensor>> changed;
+    for (std::optional<Tensor> tensor : value.toOptionalTensorList())
+      changed.push_back(tensor && tensor->defined() ? std::optional<Tensor>(change(*tensor)) : tensor);
+    value = changed;
+  }
+}
+
+std::vector<Tensor> tensors_in(IValue value) {
+  std::vector<Tensor> tensors;
+  for_each_tensor(value, [&](const Tensor& tensor) { tensors.push_back(tensor); return tensor; });
+  return tensors;
+}
+
+uint64_t npu_bytes(const IValue& value) {
+  uint64_t bytes = 0;
+  for (const auto& tensor : tensors_in(value))
+    if (on_npu(tensor)) bytes += footprint(tensor);
+  return bytes;
+}
+
+// ---- the kernels
+
+enum class Access { read, update, out };  // update: an in-place argument
+
+class DeviceOp : public c10::OperatorKernel {
+ public:
+  DeviceOp(const c10::OperatorHandle& op, c10::SafeKernelFunction torch_npus)
+      : torch_npus_(std::move(torch_npus)), name_(op.schema().name()) {
+    for (const auto& argument : op.schema().arguments()) {
+      const bool written = argument.alias_info() && argument.alias_info()->isWrite();
+      access_.push_back(!written ? Access::read : argument.kwarg_only() ? Access::out : Access::update);
+      if (argument.type()->str().find("Generator") != std::string::npos) generator_ = access_.size() - 1;
+      if (argument.name() == "device") device_ = access_.size() - 1;
     }
-    else if (v.isDevice() && v.toDevice().type() == c10::DeviceType::PrivateUse1) { if (!have && v.toDevice().has_index()) dev = v.toDevice(); v = c10::Device(c10::kCPU); }
-    else if (v.isGenerator() && v.toGenerator().device().type() == c10::DeviceType::PrivateUse1) v = IValue();
+    random_ = op.hasTag(at::Tag::nondeterministic_seeded);
+    waits_ = op.hasTag(at::Tag::dynamic_output_shape) || op.hasTag(at::Tag::data_dependent_output);
   }
-  static const std::set<std::string> mixed = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put", "aten::_unsafe_index", "aten::_unsafe_index_put"};
-  if (have && !mixed.count(schema.name())) for (auto& v : orig) if (v.isTensor()) { auto& t = v.toTensor();
-    TORCH_CHECK(!t.defined() || t.dim() == 0 || (is_npu(t) && t.device() == dev), "Expected all tensors to be on the same device, but found at least two devices, ", dev, " and ", t.device(), " in ", schema.name()); }
-  std::vector<IValue> args(stack->begin() + base, stack->end());
-  static const std::set<std::string> widen = {"aten::histc", "aten::histc.out"};   // npu has integer kernels here, the CPU does not
-  std::optional<at::ScalarType> narrow;
-  if (widen.count(schema.name()) && !at::isFloatingType((*stack)[base].toTensor().scalar_type())) {
-    narrow = (*stack)[base].toTensor().scalar_type(); (*stack)[base] = (*stack)[base].toTensor().to(at::kDouble);
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const size_t base = stack->size() - access_.size();
+    const std::vector<IValue> arguments(stack->begin() + base, stack->end());
+    if (copies.count(name_) && crosses_devices(arguments)) return torch_npus_.callBoxed(op, keys, stack);
+
+    const c10::Device device = common_device(arguments);
+    const c10::DeviceGuard device_guard(device);
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+    TORCH_CHECK(!emulator_should_fail(name_.c_str()), aclGetRecentErrMsg());
+
+    if (emulator_skip_matmuls() && matrix_products.count(name_))
+      fill_with_zeros(op, *stack, base, arguments, device);
+    else
+      compute(op, *stack, base, arguments, device);
+    account(arguments, std::vector<IValue>(stack->begin() + base, stack->end()), op.schema());
   }
-  // random ops: draw from a CPU generator keyed by the npu generator's (seed, offset), then move the offset on
-  for (size_t i = 0; i < na; i++) if (schema.arguments()[i].type()->str().find("Generator") != std::string::npos) {
-    IValue& v = (*stack)[base + i]; const IValue& o = orig[i];
-    if (!v.isNone()) break;                                                  // a CPU generator given explicitly
-    at::Generator g = o.isGenerator() ? o.toGenerator() : at::globalContext().defaultGenerator(dev);
-    std::lock_guard<std::mutex> l(g.mutex()); uint64_t seed = g.current_seed(), off = g.get_offset();
-    uint64_t h = seed * 0x9E3779B97F4A7C15ull ^ (off + 0x632BE59BD9B4E019ull) * 0xD1342543DE82EF95ull;
-    int64_t n = 4; for (auto& a : orig) if (a.isTensor() && a.toTensor().defined()) n = std::max<int64_t>(n, a.toTensor().numel());
-    g.set_offset(off + (n + 3) / 4 * 4); v = at::detail::createCPUGenerator(h); break;
+
+ private:
+  bool crosses_devices(const std::vector<IValue>& arguments) const {
+    const Tensor& self = arguments[0].toTensor();
+    if (name_ == "aten::copy_") return self.device() != arguments[1].toTensor().device();
+    return !arguments[*device_].isNone() && arguments[*device_].toDevice() != self.device();
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  // outputs written through aliases: grow the npu tensor where the CPU kernel resized its stand-in
-  for (size_t i = 0; i < na; i++) {
-    const auto* ai = schema.arguments()[i].alias_info();
-    if (!(ai && ai->isWrite())) continue;
-    auto fix = [&](const Tensor& o, const Tensor& c) {
-      if (!is_npu(o)) return;
-      if (!o.sizes().equals(c.sizes())) o.resize_(c.sizes());
-      if (c.numel() && c.data_ptr() != o.data_ptr()) alias_cpu(o).copy_(c);
+
+  // The device of the npu arguments. A 0-dim tensor on the host is a number; anything else on another device is a mistake.
+  c10::Device common_device(const std::vector<IValue>& arguments) const {
+    std::optional<c10::Device> device;
+    for (const auto& argument : arguments)
+      for (const auto& tensor : tensors_in(argument))
+        if (on_npu(tensor) && !device) device = tensor.device();
+    if (!device && device_ && arguments[*device_].isDevice()) device = arguments[*device_].toDevice();
+    const auto current = c10::impl::getDeviceGuardImpl(NPU)->getDevice();
+    if (!device || !device->has_index()) return current;
+    for (size_t i = 0; i < arguments.size(); ++i)
+      for (const auto& tensor : tensors_in(arguments[i]))
+        TORCH_CHECK(!tensor.defined() || tensor.device() == *device || (tensor.is_cpu() && tensor.dim() == 0) ||
+                        (tensor.is_cpu() && arguments[i].isOptionalTensorList() && host_indices.count(name_)),
+                    "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
+                    tensor.device(), "! (when checking the arguments of ", name_, ")");
+    return *device;
+  }
+
+  void compute(const c10::OperatorHandle& op, Stack& stack, size_t base, const std::vector<IValue>& arguments,
+               c10::Device device) const {
+    Aliases aliases;
+    auto to_alias = [&](const Tensor& tensor) { return on_npu(tensor) ? aliases.of(tensor) : tensor; };
+    for (size_t i = base; i < stack.size(); ++i) {
+      for_each_tensor(stack[i], to_alias);
+      if (stack[i].isDevice()) stack[i] = c10::Device(c10::kCPU);
+    }
+    const std::vector<IValue> on_cpu(stack.begin() + base, stack.end());
+
+    const bool widen = widened.count(name_) && !stack[base].toTensor().is_floating_point();
+    if (widen) stack[base] = stack[base].toTensor().to(at::kDouble);
+    {
+      const RandomSource random(*this, arguments, device, generator_ ? &stack[base + *generator_] : nullptr);
+      op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::CPU), &stack);
+    }
+    if (widen) stack.back() = stack.back().toTensor().to(arguments[0].toTensor().scalar_type());
+
+    for (size_t i = 0; i < arguments.size(); ++i)
+      if (access_[i] != Access::read) write_back(arguments[i], on_cpu[i]);
+    const auto& returns = op.schema().returns();
+    for (size_t i = 0; i < returns.size(); ++i) {
+      IValue& result = stack[stack.size() - returns.size() + i];
+      if (const auto* alias = returns[i].alias_info(); alias && alias->isWrite()) {
+        for (size_t k = 0; k < arguments.size(); ++k)
+          if (const auto* written = op.schema().arguments()[k].alias_info(); written && *written == *alias)
+            result = arguments[k];
+      } else {
+        for_each_tensor(result, [&](const Tensor& tensor) {
+          if (auto original = aliases.original(tensor))
+            return original->as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+          return to_npu(tensor, device);
+        });
+      }
+    }
+  }
+
+  // Where the CPU kernel resized an output, the npu tensor follows.
+  static void write_back(const IValue& argument, const IValue& on_cpu) {
+    const auto originals = tensors_in(argument), computed = tensors_in(on_cpu);
+    for (size_t i = 0; i < originals.size(); ++i) {
+      if (!on_npu(originals[i])) continue;
+      if (originals[i].sizes() != computed[i].sizes()) originals[i].resize_(computed[i].sizes());
+      if (computed[i].numel() && computed[i].const_data_ptr() != originals[i].const_data_ptr())
+        Aliases().of(originals[i]).copy_(computed[i]);
+    }
+  }
+
+  // What a matrix product would return, as zeros: shapes come from the op's meta kernel.
+  void fill_with_zeros(const c10::OperatorHandle& op, Stack& stack, size_t base, const std::vector<IValue>& arguments,
+                       c10::Device device) const {
+    for (size_t i = base; i < stack.size(); ++i)
+      for_each_tensor(stack[i], [](const Tensor& tensor) {
+        return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(c10::kMeta));
+      });
+    const std::vector<IValue> on_meta(stack.begin() + base, stack.end());
+    op.redispatchBoxed(c10::DispatchKeySet(DispatchKey::Meta), &stack);
+    auto zero = [](const Tensor& tensor) {
+      if (tensor.numel()) Aliases().of(tensor).zero_();
+      return tensor;
     };
-    if (orig[i].isTensor()) fix(orig[i].toTensor(), args[i].toTensor());
-    else if (orig[i].isTensorList()) { auto a = orig[i].toTensorVector(), b = args[i].toTensorVector(); for (size_t k = 0; k < a.size(); k++) fix(a[k], b[k]); }
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (access_[i] == Access::read) continue;
+      const Tensor& written = arguments[i].toTensor();
+      if (written.sizes() != on_meta[i].toTensor().sizes()) written.resize_(on_meta[i].toTensor().sizes());
+      stack[base] = zero(written);
+    }
+    for (size_t i = base; i < stack.size(); ++i)
+      for_each_tensor(stack[i], [&](const Tensor& result) {
+        if (!result.is_meta()) return result;
+        return zero(unpoisoned(result.sizes(), result.strides(), result.options().device(device)));
+      });
   }
-  if (narrow) stack->back() = stack->back().toTensor().to(*narrow);
-  const size_t nr = schema.returns().size(), rb = stack->size() - nr;
-  for (size_t r = 0; r < nr; r++) {
-    IValue& v = (*stack)[rb + r];
-    const auto* ra = schema.returns()[r].alias_info();
-    if (ra && ra->isWrite()) {
-      for (size_t i = 0; i < na; i++) { const auto* ai = schema.arguments()[i].alias_info(); if (ai && *ai == *ra) v = orig[i]; }
-    } else if (v.isTensor()) v = to_npu(v.toTensor(), dev);
-    else if (v.isTensorList()) { auto l = v.toTensorVector(); for (auto& t : l) t = to_npu(t, dev); v = l; }
+
+  // Random ops draw from a CPU generator keyed by the npu generator's seed and offset, and move the offset on, so that the
+  // npu's generator alone decides. An op without a generator argument draws from the default one, which is set for its sake.
+  class RandomSource {
+   public:
+    RandomSource(const DeviceOp& op, const std::vector<IValue>& arguments, c10::Device device, IValue* generator) {
+      if (!op.random_) return;
+      at::Generator npu = at::globalContext().defaultGenerator(device);
+      if (generator && generator->isGenerator()) {
+        npu = generator->toGenerator();
+        TORCH_CHECK(npu.device().type() == NPU, "Expected a 'npu' device type for generator but found '", npu.device().type(),
+                    "'");
+      }
+      const uint64_t key = advance(npu, arguments);
+      if (generator) {
+        *generator = at::detail::createCPUGenerator(key);
+        return;
+      }
+      default_ = at::detail::getDefaultCPUGenerator();
+      std::lock_guard<std::mutex> lock(default_->mutex());
+      saved_ = default_->get_state();
+      default_->set_current_seed(key);
+    }
+    ~RandomSource() {
+      if (!default_) return;
+      std::lock_guard<std::mutex> lock(default_->mutex());
+      default_->set_state(saved_);
+    }
+
+   private:
+    static uint64_t advance(at::Generator& generator, const std::vector<IValue>& arguments) {
+      int64_t numbers = 4;  // the device draws four at a time
+      for (const auto& argument : arguments)
+        for (const auto& tensor : tensors_in(argument)) numbers = std::max(numbers, tensor.numel());
+      std::lock_guard<std::mutex> lock(generator.mutex());
+      const uint64_t offset = generator.get_offset();
+      generator.set_offset(offset + (numbers + 3) / 4 * 4);
+      return generator.current_seed() * 0x9E3779B97F4A7C15ull ^ (offset + 0x632BE59BD9B4E019ull) * 0xD1342543DE82EF95ull;
+    }
+    std::optional<at::Generator> default_;
+    Tensor saved_;
+  };
+
+  // One launch: every argument is read once, every result written once; README.md states the rules.
+  void account(const std::vector<IValue>& arguments, const std::vector<IValue>& results, const c10::FunctionSchema& schema) const {
+    uint64_t read = 0, written = 0, largest_other = 0;
+    for (size_t i = 0; i < results.size(); ++i)
+      if (!schema.returns()[i].alias_info()) written += npu_bytes(results[i]);
+    for (size_t i = 1; i < arguments.size(); ++i)
+      for (const auto& tensor : tensors_in(arguments[i])) largest_other = std::max<uint64_t>(largest_other, tensor.numel());
+    bool indices_are_masks = false;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      uint64_t bytes = npu_bytes(arguments[i]);
+      for (const auto& tensor : tensors_in(arguments[i]))
+        indices_are_masks |= arguments[i].isOptionalTensorList() &&
+                             (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+      if (access_[i] == Access::out) {
+        written += bytes;
+      } else if (access_[i] == Access::read) {
+        if (shape_only.count(name_)) continue;
+        read += i == 0 && gathering.count(name_) ? std::min(bytes, written) : bytes;
+      } else if (i == 0 && scattering.count(name_)) {
+        bytes = std::min<uint64_t>(bytes, largest_other * arguments[0].toTensor().element_size());
+        written += bytes;
+        const bool accumulates = name_ == "aten::scatter_add_" || name_ == "aten::index_add_" ||
+                                 (arguments.size() > 3 && arguments[3].isBool() && arguments[3].toBool());
+        if (accumulates) read += bytes;
+      } else {
+        written += bytes;
+        if (!random_ && !overwriting.count(name_)) read += bytes;
+      }
+    }
+    if (read + written > 0) emulator_record_launch(name_.c_str(), read, written);
+    if (waits_ && (name_ != "aten::index" || indices_are_masks)) emulator_record_host_sync();
   }
+
+  c10::SafeKernelFunction torch_npus_;
+  std::string name_;
+  std::vector<Access> access_;
+  std::optional<size_t> generator_, device_;
+  bool random_ = false, waits_ = false;
+};
+
+// Allocation is torch_npu's own; what it returns holds NaN, so that reading uninitialised memory shows.
+class Allocation : public c10::OperatorKernel {
+ public:
+  explicit Allocation(c10::SafeKernelFunction torch_npus) : torch_npus_(std::move(torch_npus)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    torch_npus_.callBoxed(op, keys, stack);
+    const Tensor& tensor = stack->back().toTensor();
+    if (!poisoning || !on_npu(tensor) || tensor.numel() == 0 || tensor.scalar_type() == at::kBool) return;
+    std::memset(tensor.storage().mutable_data(), 0xFF, tensor.storage().nbytes());
+  }
+
+ private:
+  c10::SafeKernelFunction torch_npus_;
+};
+
+bool returns_view(const c10::FunctionSchema& schema) {
+  for (const auto& value : schema.returns())
+    if (value.alias_info() && !value.alias_info()->isWrite()) return true;
+  return false;
 }
-extern "C" __attribute__((visibility("default"))) void emul_dump_counts() {
-  for (auto& kv : g_calls) fprintf(stderr, "[aten] %6ld %s\n", (long)kv.second, kv.first.c_str());
+
+bool has_host_kernel(const c10::OperatorHandle& op) {
+  for (auto key : {DispatchKey::CPU, DispatchKey::CompositeExplicitAutograd, DispatchKey::CompositeImplicitAutograd,
+                   DispatchKey::CompositeExplicitAutogradNonFunctional})
+    if (op.hasKernelForDispatchKey(key)) return true;
+  return false;
 }
-static torch::Library& lib() { static torch::Library l(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__); return l; }
+
+}  // namespace
+
+// Call after torch_npu is loaded. Returns how many ops were registered.
 extern "C" __attribute__((visibility("default"))) int emulator_install_aten() {
-  static const std::set<std::string> keep = {
-    "aten::empty", "aten::empty_strided", "aten::empty_like", "aten::as_strided", "aten::as_strided_", "aten::view", "aten::_reshape_alias",
-    "aten::unfold", "aten::resize_", "aten::set_", "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_to_copy", "aten::record_stream",
-    "aten::is_pinned", "aten::_pin_memory", "aten::pin_memory", "aten::_local_scalar_dense", "aten::clone", "aten::contiguous", "aten::is_set_to",
-    "aten::resize_as_", "aten::_resize_output_", "aten::alias", "aten::detach", "aten::_has_compatible_shallow_copy_type", "aten::set_data",
-    "aten::view_as_real", "aten::view_as_complex", "aten::_nested_tensor_from_mask"};
-  auto& D = c10::Dispatcher::singleton(); int n = 0;
-  for (const auto& name : D.getAllOpNames()) {
-    if (name.name.rfind("aten::", 0) != 0 || keep.count(name.name)) continue;
-    auto h = D.findSchema(name); if (!h) continue;
-    const bool cpu = h->hasKernelForDispatchKey(c10::DispatchKey::CPU);
-    const bool comp = h->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) || h->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) || h->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-    const bool pu = h->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1);
-    if (!(cpu || (pu && comp))) continue;
-    bool view = false, odd = false;
-    for (auto& r : h->schema().returns()) if (r.alias_info() && !r.alias_info()->isWrite()) view = true;
-    for (auto& a : h->schema().arguments()) if (a.type()->str().find("Storage") != std::string::npos) odd = true;
-    if (view || odd) continue;
-    std::string nm = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-    lib().impl(nm.c_str(), torch::CppFunction::makeFromBoxedFunction<&cpu_kernel>()); n++;
+  // Registrations last as long as these, which is as long as the process.
+  static auto& libraries = *new std::vector<torch::Library>;
+  auto library = [&](const char* name, DispatchKey key) -> torch::Library& {
+    return libraries.emplace_back(torch::Library::IMPL, name, key, __FILE__, __LINE__);
+  };
+  libraries.reserve(5);
+  install_cpu_kernels(library("aten", DispatchKey::CPU), library("aten", DispatchKey::Meta), library("npu", DispatchKey::CPU));
+  auto& aten = library("aten", DispatchKey::PrivateUse1);
+  auto& npu = library("npu", DispatchKey::PrivateUse1);
+
+  auto& dispatcher = c10::Dispatcher::singleton();
+  int installed = 0;
+  auto install = [&](torch::Library& target, const c10::OperatorHandle& op) {
+    const std::string name = op.schema().name();
+    const auto torch_npus = op.getComputedKernelForDispatchKey(DispatchKey::PrivateUse1);
+    const std::string overload = op.schema().overload_name();
+    const std::string full = overload.empty() ? name : name + "." + overload;
+    if (allocations.count(name))
+      target.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Allocation>(torch_npus)));
+    else
+      target.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DeviceOp>(op, torch_npus)));
+    ++installed;
+  };
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.name.rfind("aten::", 0) != 0 || torch_npus_own.count(name.name)) continue;
+    const auto op = dispatcher.findSchema(name);
+    if (op && op->hasKernelForDispatchKey(DispatchKey::PrivateUse1) && has_host_kernel(*op) && !returns_view(op->schema()))
+      install(aten, *op);
   }
-  return n;
+  for (const char* name : npu_ops_with_cpu_kernel) install(npu, *dispatcher.findSchema({std::string("npu::") + name, ""}));
+  return installed;
 }

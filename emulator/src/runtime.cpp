@@ -24,7 +24,8 @@
 
 namespace {
 
-constexpr aclError OUT_OF_MEMORY = 207001, NOT_SUPPORTED = 207000, INVALID_DEVICE = 107001, NO_CONTEXT = 107002;
+constexpr aclError OUT_OF_MEMORY = 207001, NOT_SUPPORTED = 207000, INVALID_DEVICE = 107001, NO_CONTEXT = 107002,
+                   INTERNAL_ERROR = 507000;
 constexpr int POISON = 0xFF;  // a NaN in every floating-point format
 constexpr int CUBE_CORES = 24;
 
@@ -317,7 +318,10 @@ aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclm
   if (model) *model = nullptr;
   return ACL_SUCCESS;
 }
-aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) { return not_emulated("graph capture"); }
+aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) {
+  not_emulated("graph capture");
+  return INTERNAL_ERROR;  // torch_npu only warns where a feature is not supported
+}
 
 // ---- memory
 
