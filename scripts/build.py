@@ -60,9 +60,18 @@ def build(output: Path, source: Path = ROOT) -> Path:
     }
     (fresh / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
 
-    shutil.rmtree(variant, ignore_errors=True)
-    fresh.rename(variant)
+    replace(variant, fresh)
     return variant
+
+
+def replace(directory: Path, fresh: Path):
+    """Put `fresh` in the place of `directory`: a process that has it open keeps the old files, and none sees some of each."""
+    old = directory.with_name(f".{directory.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if directory.exists():
+        directory.rename(old)
+    fresh.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 if __name__ == "__main__":
