@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +72,22 @@ def online(hub, tmp_path) -> dict[str, str]:
 def offline(tmp_path) -> dict[str, str]:
     """Environment of a process that must not use a Hub; the same cache as `online`."""
     return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "huggingface")}
+
+
+@pytest.fixture
+def mount(tmp_path):
+    """Mounts a tmpfs; skips where this user may not."""
+    mounted = []
+
+    def mount(name: str, options: str) -> Path:
+        target = tmp_path / name
+        target.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+            pytest.skip("mounting a tmpfs needs root and the right to mount")
+        mounted.append(target)
+        return target
+
+    yield mount
+    for target in mounted:
+        subprocess.run(["umount", "-l", str(target)], check=True)

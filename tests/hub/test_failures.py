@@ -1,7 +1,5 @@
 """What goes wrong between here and the Hub: a clear error, and nothing that the next start would load."""
 
-import os
-import runpy
 import subprocess
 from pathlib import Path
 
@@ -117,25 +115,6 @@ def test_two_processes_load_at_once_the_first_time(hub, online, processes):
     assert [result.returncode for result in finished] == [0, 0], finished
     assert finished[0].stdout == finished[1].stdout
     assert not list(Path(online["HF_HOME"]).rglob("*.incomplete"))
-
-
-@pytest.fixture
-def mount(tmp_path):
-    """Mounts a tmpfs; skips where this user may not."""
-    mounted = []
-
-    def mount(name: str, options: str) -> Path:
-        target = tmp_path / name
-        target.mkdir(exist_ok=True)
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target)]
-        if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-            pytest.skip("mounting a tmpfs needs root and the right to mount")
-        mounted.append(target)
-        return target
-
-    yield mount
-    for target in mounted:
-        subprocess.run(["umount", "-l", str(target)], check=True)
 
 
 def test_a_full_disk(hub, online, processes, mount, assert_nothing_loads, kernel_files):
