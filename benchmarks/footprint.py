@@ -1,0 +1,441 @@
+"""Kernel launches and memory traffic of fused layers, counted side by side: transformers, other people's patches, npu-fusion.
+
+    python benchmarks/footprint.py [--json FILE] [--svg FILE] [--only "MoE block"] [--tokens 1,8192]
+
+Every implementation runs in a process of its own on the same inputs, on the emulated NPU: the real torch_npu, whose
+launches and bytes are counted. Matrix products are counted but not computed. No number here is a time, and none says how
+fast anything is on Ascend hardware; see model.py for what one may expect, and why one should measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+from cases import MODES, PARTS, TOKENS, Case, cases, limit
+
+ROOT = Path(__file__).resolve().parent.parent
+EAGER, OURS = "transformers", "npu-fusion"
+
+
+# --- one process: one implementation, all cases
+
+
+def measure(implementation: str, wanted: list[Case], modes: tuple[str, ...] = MODES) -> Iterator[dict]:
+    """Rows of the table for one implementation. To be called once in a process: patches of classes are not taken back.
+
+    Args:
+        implementation: "transformers", "npu-fusion" or a peer of peers.py.
+    """
+    import npu_emulator
+
+    npu_emulator.start()
+    adopt = _adopter(implementation)
+    for mode in modes:
+        model, made = None, None
+        for case in wanted:
+            if made != (case.shape, mode):
+                model, made = _model(case.shape, training=mode != "forward"), (case.shape, mode)
+                adopt(model)
+            yield {"name": case.name, "impl": implementation, "mode": mode, "scale": case.scale, **_count(model, case, mode)}
+            gc.collect()
+
+
+def _adopter(implementation: str):
+    """Patches transformers if the implementation does so, and returns what it does to a model."""
+    if implementation == EAGER:
+        return lambda model: None
+    if implementation == OURS:
+        import runpy
+
+        from kernels import get_local_kernel
+
+        with tempfile.TemporaryDirectory() as directory:
+            runpy.run_path(str(ROOT / "scripts" / "build.py"))["build"](Path(directory))
+            kernel = get_local_kernel(Path(directory))
+        return kernel.kernelize
+    import peers
+
+    directory = peers.install()[implementation]
+    peers.patch_classes(implementation, directory)
+    return lambda model: peers.patch_model(implementation, model, directory)
+
+
+def _model(shape, training: bool):
+    """A model of one decoder layer on the meta device."""
+    import torch
+
+    modeling = importlib.import_module(f"transformers.models.{shape.modeling}.modeling_{shape.modeling}")
+    cls = getattr(modeling, shape.causal_lm)
+    config = cls.config_class(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        num_hidden_layers=1,
+        vocab_size=8,
+        architectures=[shape.causal_lm],
+        **({} if shape.q_lora else {"head_dim": shape.head_dim}),
+        **shape.config,
+    )
+    if shape.experts:
+        config.moe_intermediate_size = shape.intermediate
+        config.num_experts_per_tok = shape.top_k
+        for attribute in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if hasattr(config, attribute):
+                setattr(config, attribute, shape.experts)
+    with torch.device("meta"):
+        model = cls._from_config(config, dtype=torch.bfloat16)
+    return model.train(training)
+
+
+def _count(model, case: Case, mode: str) -> dict:
+    import npu_emulator
+    import torch
+    from torch.autograd.graph import saved_tensors_hooks
+
+    part, inputs, call = _part(model, case)
+    parameters = list(part.parameters())
+    training = mode != "forward"
+    for tensor in parameters:
+        tensor.requires_grad_(training)
+    if training:  # gradients are there already, so that a step accumulates into them
+        for tensor in [*parameters, *inputs]:
+            tensor.requires_grad_()
+            tensor.grad = torch.zeros_like(tensor)
+    own = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.device.type == "npu" and storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    routing = _Routing(case) if case.shape.experts else nullcontext()
+    with torch.set_grad_enabled(training):
+        gradients = [torch.ones_like(output) for output in _outputs(call, inputs, routing)] if training else None
+        for _ in range(1 if case.tokens <= max(TOKENS[:-1]) else 0):  # what a first call alone does, does not count
+            _step(call, inputs, gradients, routing)
+        torch.npu.reset_peak_memory_stats()
+        before = torch.npu.memory_allocated()
+        with npu_emulator.count(skip_matmuls=True) as traffic, saved_tensors_hooks(pack, lambda tensor: tensor):
+            _step(call, inputs, gradients, routing)
+        peak = torch.npu.max_memory_allocated() - before
+    for tensor in parameters:
+        tensor.grad = None
+    part.to_empty(device="meta")
+    return {
+        "launches": traffic.launches,
+        "bytes": traffic.bytes,
+        "peak": peak,
+        "saved": sum(saved.values()) if training else 0,
+        "limit": limit(case, mode, getattr(routing, "hit", None)),
+        "host_syncs": traffic.host_syncs,
+        "by_op": {op: [t.launches, t.bytes_read + t.bytes_written] for op, t in sorted(traffic.by_op.items())},
+    }
+
+
+def _step(call, inputs, gradients, routing) -> None:
+    import torch
+
+    with routing:
+        outputs = call(*inputs)
+    if gradients is not None:
+        torch.autograd.backward(outputs, gradients)
+
+
+def _outputs(call, inputs, routing):
+    """The outputs, for the shapes of their gradients."""
+    import npu_emulator
+
+    with npu_emulator.count(skip_matmuls=True), routing:
+        return call(*inputs)
+
+
+def _part(model, case: Case):
+    """(module with its parameters on the NPU, inputs, function of the inputs that returns a tuple of outputs)."""
+    import torch
+
+    shape, tokens = case.shape, case.tokens
+
+    def constant(*size):
+        return torch.full(size, 0.5, dtype=torch.bfloat16, device="npu")
+
+    layer = model.model.layers[0]
+    hidden_states = [constant(1, tokens, shape.hidden)]
+    width = shape.rope_dim or shape.head_dim
+    cos, sin = constant(1, tokens, width), constant(1, tokens, width)
+    if case.part == "rotary":
+        module = importlib.import_module(type(layer).__module__)
+        part = torch.nn.Module()
+        inputs = [constant(1, heads, tokens, shape.head_dim) for heads in (shape.heads, shape.kv_heads)]
+        return part, inputs, lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin)
+    part = {"RMSNorm": layer.input_layernorm, "MLP": layer.mlp, "MoE block": layer.mlp}.get(case.part, layer)
+    part.to_empty(device="npu")
+    with torch.no_grad():
+        for tensor in [*part.parameters(), *part.buffers()]:
+            tensor.fill_(0.01)
+    if part is layer:
+        return part, hidden_states, lambda x: (layer(x, position_embeddings=(cos, sin)),)
+    return part, hidden_states, lambda x: (part(x),)
+
+
+def _Routing(case: Case):
+    """A mode in which every router sees the same drawn logits, since matrix products are not computed.
+
+    The logits go into the router's product without a launch: emulated device memory is the host's. Attribute `hit`: how
+    many experts the tokens chose.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    shape, tokens = case.shape, case.tokens
+    products = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.matmul, torch.ops.aten.linear}
+
+    class Routing(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            generator = torch.Generator().manual_seed(0)
+            chosen = torch.stack([_choice(shape, generator) for _ in range(tokens)])
+            self.logits = torch.full((tokens, shape.experts), -4.0)
+            # distinct values, so that no order is left to a tie
+            self.logits.scatter_(1, chosen, torch.linspace(4, 3, shape.top_k).expand(tokens, -1))
+            self.hit = chosen.unique().numel()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket in products and result.shape[-1] == shape.experts:
+                logits = self.logits.to(result.dtype)
+                if result.numel() == logits.numel() and result.is_contiguous():
+                    ctypes.memmove(result.data_ptr(), logits.data_ptr(), logits.nbytes)
+            return result
+
+    return Routing()
+
+
+def _choice(shape, generator):
+    """The experts of one token: any top_k, or two in each of top_k / 2 groups where DeepSeek-V3 limits the groups."""
+    import torch
+
+    if not shape.q_lora:
+        return torch.randperm(shape.experts, generator=generator)[: shape.top_k]
+    size = shape.experts // 8
+    groups = torch.randperm(8, generator=generator)[: shape.top_k // 2]
+    return torch.cat([group * size + torch.randperm(size, generator=generator)[:2] for group in groups])
+
+
+# --- all implementations, the table and what it says
+
+
+def run(implementations: list[str], wanted: list[Case], modes: tuple[str, ...], arguments: list[str]) -> list[dict]:
+    """Measure every implementation, one process after the other."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    rows = []
+    with Progress(console=Console(stderr=True)) as progress:
+        for implementation in implementations:
+            task = progress.add_task(implementation, total=len(wanted) * len(modes))
+            command = [sys.executable, __file__, *arguments, "--worker", implementation]
+            with (
+                tempfile.TemporaryFile("w+") as errors,
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()) as process,
+            ):
+                for line in process.stdout:
+                    if line.startswith("{"):
+                        rows.append(json.loads(line))
+                        progress.advance(task)
+                if process.wait():
+                    errors.seek(0)
+                    sys.exit(f"{implementation} failed:\n{errors.read()[-4000:]}")
+    return rows
+
+
+def _environment() -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def groups(rows: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
+    """Rows by (case, mode), then by implementation, in the order of the cases."""
+    table: dict[tuple[str, str], dict[str, dict]] = {}
+    for row in rows:
+        table.setdefault((row["name"], row["mode"]), {})[row["impl"]] = row
+    order = {part: index for index, part in enumerate(PARTS)}
+    return dict(sorted(table.items(), key=lambda item: next(order[part] for part in PARTS if item[0][0].startswith(part))))
+
+
+def unpatched(row: dict, eager: dict) -> bool:
+    """True where a peer does what transformers does: it has no patch for this model."""
+    return row["impl"] != EAGER and row["by_op"] == eager["by_op"]
+
+
+def behind(group: dict[str, dict]) -> str:
+    """Where npu-fusion is not first or tied, and by which ops; empty where it is."""
+    ours, notes = group[OURS], []
+    for metric in ("launches", "bytes", "peak", "saved", "host_syncs"):
+        best = min(group.values(), key=lambda row: row[metric])
+        if ours[metric] > best[metric] * 1.001:
+            text = f"{metric} {ours[metric] / best[metric]:.3f} of {best['impl']}'s" if best[metric] else f"{metric} {ours[metric]}"
+            if metric in ("launches", "bytes"):
+                text += f" ({_difference(ours['by_op'], best['by_op'], metric == 'bytes')})"
+            notes.append(text)
+    return "; ".join(notes)
+
+
+def _difference(ours: dict, best: dict, index: int) -> str:
+    more = {op: ours.get(op, [0, 0])[index] - best.get(op, [0, 0])[index] for op in {*ours, *best}}
+    ops = sorted((op for op in more if more[op]), key=lambda op: -abs(more[op]))[:4]
+    return ", ".join(f"{op} {_size(more[op], sign=True) if index else format(more[op], '+d')}" for op in ops)
+
+
+def _size(count: float, sign: bool = False) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= scale:
+            return f"{count / scale:{'+' if sign else ''}.{3 if unit == 'GB' else 1}f} {unit}"
+    return f"{count:{'+' if sign else ''}d} B"
+
+
+def show(rows: list[dict]) -> None:
+    """Print the table, the rows in which npu-fusion is behind, and what the scaling did."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(Console().width, 132), highlight=False)
+    table = Table(title="Counted on the emulated NPU; nothing here is a time", title_justify="left")
+    for column in ("", "launches", "bytes", "of limit", "npu-fusion / this", "peak", "saved", "host syncs"):
+        table.add_column(column, justify="right" if column else "left")
+    notes = []
+    for (name, mode), group in groups(rows).items():
+        ours, eager = group.get(OURS), group.get(EAGER)
+        bound = next(iter(group.values()))["limit"]
+        table.add_row(f"[bold]{name}, {mode}[/bold]", "", _size(bound), "limit", "", "", "", "")
+        for implementation, row in group.items():
+            label = f"  {implementation}"
+            if eager and unpatched(row, eager):
+                label += " (no patch)" if implementation != OURS else " (eager)"
+            table.add_row(
+                label,
+                str(row["launches"]),
+                _size(row["bytes"]),
+                f"{row['bytes'] / row['limit']:.3f}",
+                f"{ours['bytes'] / row['bytes']:.3f}" if ours and row is not ours else "",
+                _size(row["peak"]),
+                _size(row["saved"]) if mode != "forward" else "",
+                str(row["host_syncs"]),
+            )
+        table.add_section()
+        if ours and (note := behind(group)):
+            notes.append(f"{name}, {mode}: {note}")
+    console.print(table)
+    if any(OURS in group for group in groups(rows).values()):
+        console.print(f"npu-fusion is first or tied in {len(groups(rows)) - len(notes)} of {len(groups(rows))} cases.")
+        for note in notes:
+            console.print(f"- {note}", soft_wrap=True)
+    if any(row["scale"] > 1 for row in rows):
+        console.print(
+            "Scaled: experts and tokens were halved together until a training step fitted into memory (--budget), so that "
+            "an expert sees as many tokens as in the published shape. A case's name has the sizes that were run."
+        )
+
+
+def bars(rows: list[dict]) -> list[tuple[str, float, float]]:
+    """(what, figure, at most) for the goals that this project set itself, where their cases were run."""
+    table = {key: group for key, group in groups(rows).items() if OURS in group and len(group) > 1}
+    found = []
+
+    def bar(prefix: str, mode: str, metric: str, most: float, against: str | None = None, scale: float = 1) -> None:
+        for (name, case_mode), group in table.items():
+            if case_mode != mode or not name.startswith(prefix):
+                continue
+            ours, others = group[OURS], {key: row for key, row in group.items() if key != OURS}
+            if against == "best peer":
+                reference = min(row[metric] for key, row in others.items() if key != EAGER) if len(others) > 1 else None
+            else:
+                reference = others[against][metric] if against in others else None
+            if against is None:
+                found.append((f"{name}, {mode}: {metric}", ours[metric], most))
+            elif reference:
+                found.append((f"{name}, {mode}: {metric} of {against}'s", ours[metric] / reference, most))
+
+    bar("MLP T=8192", "forward", "bytes", 0.69, "verl")
+    bar("MLP T=8192", "forward", "bytes", 0.82, EAGER)
+    bar("MLP T=8192", "forward", "launches", 4)
+    bar("MLP T=8192", "forward+backward", "bytes", 0.93, "best peer")
+    bar("MLP T=8192", "forward+backward", "saved", 1, "best peer")
+    bar("MoE block T=8192", "forward", "bytes", 0.83, "best peer")
+    bar("MoE block T=8192", "forward", "launches", 10)
+    bar("MoE block T=8192", "forward", "host_syncs", 0)
+    bar("MoE block T=8192", "forward+backward", "bytes", 0.90, "best peer")
+    bar("MoE block T=8192", "forward+backward", "launches", 1, "best peer")
+    bar("MoE block T=8192", "forward+backward", "peak", 1, "best peer")
+    bar("decoder layer T=8192 Qwen3-8B", "forward", "launches", 20)
+    bar("decoder layer T=8192 Qwen3-8B", "forward+backward", "launches", 1, "best peer")
+    bar("decoder layer T=8192 Qwen3-8B", "forward+backward", "bytes", 1, "best peer")
+    for (name, mode), group in table.items():
+        if name.startswith(("RMSNorm", "rotary", "MLP T=8192", "MoE block T=1 ")) and mode == "forward":
+            found.append((f"{name}, {mode}: bytes of the limit", group[OURS]["bytes"] / group[OURS]["limit"], 1.05))
+    return found
+
+
+def show_bars(rows: list[dict]) -> None:
+    from rich.console import Console
+
+    console = Console(width=max(Console().width, 120), highlight=False)
+    for what, figure, most in bars(rows):
+        console.print(f"{'[green]met   [/green]' if figure <= most else '[red]missed[/red]'} {figure:8.3f} (at most {most}) {what}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write every row to this file")
+    parser.add_argument("--svg", type=Path, help="draw the picture of the README into this file")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--implementations", help="comma-separated; all of them by default")
+    parser.add_argument("--budget", type=float, default=8, help="GiB of device memory that a case may take")
+    parser.add_argument("--from-json", type=Path, help="show an earlier run")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+
+    tokens = tuple(int(count) for count in options.tokens.split(","))
+    wanted = [case for case in cases(tokens, int(options.budget * 2**30)) if options.only in case.name]
+    modes = tuple(options.modes.split(","))
+    if options.worker:
+        for row in measure(options.worker, wanted, modes):
+            print(json.dumps(row), flush=True)
+        return
+    if options.from_json:
+        rows = json.loads(options.from_json.read_text())["cases"]
+    else:
+        import peers
+
+        implementations = options.implementations.split(",") if options.implementations else [EAGER, *peers.PEERS, OURS]
+        if set(implementations) & set(peers.PEERS):
+            peers.install()
+        if not wanted:
+            parser.error(f"no case has {options.only!r} in its name")
+        rows = run(implementations, wanted, modes, sys.argv[1:])
+    if options.json:
+        options.json.write_text(json.dumps({"cases": rows}, indent=1) + "\n")
+    show(rows)
+    show_bars(rows)
+    if options.svg:
+        import picture
+
+        options.svg.write_text(picture.draw(rows))
+
+
+if __name__ == "__main__":
+    main()
