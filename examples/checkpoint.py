@@ -5,15 +5,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import npu_emulator
-
-# torch_npu comes up on the real device where there is one, else on the emulated one: before anything imports torch
-if npu_emulator.needed():
-    npu_emulator.start()
-
-import torch  # noqa: E402
-from kernels import get_local_kernel  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase  # noqa: E402
+import npu_emulator.auto  # noqa: F401, I001  before kernels, which imports torch
+import torch
+from kernels import get_local_kernel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -23,10 +18,6 @@ from build import build  # noqa: E402
 def load_kernel() -> ModuleType:
     """Build the kernel of this checkout and load it, as `get_kernel("org/npu-fusion", version=1)` does from the Hub."""
     return get_local_kernel(build(ROOT / "build"))
-
-
-def device_name() -> str:
-    return torch.npu.get_device_name(0) + (" (emulated)" if npu_emulator.is_emulated() else "")
 
 
 def smollm2(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

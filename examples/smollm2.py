@@ -9,9 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-import npu_emulator
+import npu_emulator.auto
 import torch
-from checkpoint import ask, device_name, load_kernel, smollm2
+from checkpoint import ask, load_kernel, smollm2
 from rich.console import Console
 
 
@@ -46,7 +46,7 @@ def main() -> None:
 
     report = npu.report(model)
     result = {
-        "device": device_name(),
+        "device": torch.npu.get_device_name(0),
         "emulated": npu_emulator.is_emulated(),
         "answer_eager": tokenizer.decode(eager, skip_special_tokens=True),
         "answer_fused": tokenizer.decode(fused, skip_special_tokens=True),

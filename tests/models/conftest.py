@@ -20,7 +20,7 @@ def fuse():
 
 @pytest.fixture
 def registered():
-    """`register()`, undone after the test, swapped functions included."""
+    """`register()`, undone after the test; what was swapped meanwhile is the test's to restore."""
     npu.register()
     yield npu
     npu.unregister()

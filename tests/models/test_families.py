@@ -1,6 +1,7 @@
 """Six families: the swapped model computes what the eager one does, forward, backward and in generation."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,12 +42,34 @@ def test_fp32_equals_eager_forward_and_backward(family, fuse):
         assert (fused_gradients[name] - expected).abs().max() <= 2**-17 * expected.abs().max() + 1e-9, name
 
 
+# Seeds with which no token lies within a bf16 rounding of two experts: one that changes sides moves more than all rounding.
+SEEDS = {"mixtral": 1}
+
+
+@contextmanager
+def experts_chosen(model):
+    chosen = []
+
+    def record(router, args, outputs):
+        (index,) = [output for output in outputs if not output.is_floating_point()]
+        chosen.append(index.sort(dim=-1).values.cpu())
+
+    handles = [module.register_forward_hook(record) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    yield chosen
+    for handle in handles:
+        handle.remove()
+
+
 def test_bf16_is_as_near_to_float64_as_eager(family, fuse):
-    reference, ids = build_model(family, torch.bfloat16), token_ids()
-    truth, true_gradients = loss_and_gradients(copy.deepcopy(reference).double(), ids)
+    reference, ids = build_model(family, torch.bfloat16, SEEDS.get(family, 0)), token_ids()
+    exact = copy.deepcopy(reference).double()
+    exact.set_experts_implementation("eager")  # grouped_mm takes no float64
     model = reference.to("npu")
-    eager, eager_gradients = loss_and_gradients(model, ids.to("npu"))
-    fused, fused_gradients = loss_and_gradients(fuse(model), ids.to("npu"))
+    with experts_chosen(exact) as right, experts_chosen(model) as chosen:
+        truth, true_gradients = loss_and_gradients(exact, ids)
+        eager, eager_gradients = loss_and_gradients(model, ids.to("npu"))
+        fused, fused_gradients = loss_and_gradients(fuse(model), ids.to("npu"))
+    assert all(torch.equal(a, b) for a, b in zip(right * 2, chosen, strict=True)), "choose a seed without a tie"
     # the fused ops round fewer times than eager, so on average they may not be further from float64;
     # a quarter is left for chance, as the two make different roundings of the same values
     assert (fused - truth).abs().mean() <= 1.25 * (eager - truth).abs().mean()

@@ -15,7 +15,7 @@ from torch import nn
 from . import layers
 from .layers import SPEC
 from .mapping import layer_for, users_entries
-from .matching import candidate, match
+from .matching import match
 from .specs import Declined, Experts
 
 USERS = "_npu_fusion_users"  # on a shared function: the models that asked for it
@@ -26,11 +26,13 @@ class Site:
     """A place of a model where a layer may be swapped in.
 
     `target` is the module, or for rotary embedding the function that `module`'s forward looks up as `scope[attribute]`.
+    `spec` is what it computes by itself, whatever was swapped in before.
     """
 
     name: str
     module: nn.Module
     target: Any
+    spec: Any
     scope: Optional[Dict[str, Any]] = None
     attribute: Optional[str] = None
 
@@ -54,21 +56,19 @@ def rotary_functions(cls: type) -> Tuple[Tuple[Dict[str, Any], str], ...]:
 
 
 def sites(model: nn.Module) -> Iterator[Site]:
-    """Every candidate of `model`, in the order of its modules."""
+    """Every place of `model` that computes, or nearly computes, what some layer does; in the order of its modules."""
     for name, module in model.named_modules():
-        if candidate(module):
-            yield Site(name, module, module)
+        spec = match(module)
+        if not isinstance(spec, Declined) or spec.kind is not None:
+            yield Site(name, module, module, spec)
         for scope, attribute in rotary_functions(type(module)):
-            yield Site(f"{name}.{attribute}", module, scope[attribute], scope, attribute)
+            function = scope[attribute]
+            spec = match(function if isinstance(function, nn.Module) else original_function(function))
+            yield Site(f"{name}.{attribute}", module, function, spec, scope, attribute)
 
 
-def original_function(target: Any) -> Any:
-    return getattr(target, "__wrapped__", target) if SPEC in getattr(target, "__dict__", ()) else target
-
-
-def decide(site: Site) -> Any:
-    """What the site computes, whatever was swapped in before."""
-    return match(site.target if isinstance(site.target, nn.Module) else original_function(site.target))
+def original_function(function: FunctionType) -> FunctionType:
+    return function.__wrapped__ if SPEC in function.__dict__ else function
 
 
 def chosen(site: Site, layer: str, only: Sequence[str], exclude: Sequence[str]) -> bool:
@@ -115,7 +115,7 @@ def swapped_layer(site: Site) -> Optional[str]:
     if site.scope is not None and not isinstance(site.target, nn.Module):
         return "rotary_pos_emb" if SPEC in site.target.__dict__ else None
     if getattr(current_forward(site.target), "__func__", None) in FORWARDS:
-        layer = layer_for(site.target.__dict__.get(SPEC) or decide(site))
+        layer = layer_for(site.target.__dict__.get(SPEC) or site.spec)
         return layer if isinstance(layer, str) else None
     interface = getattr(getattr(site.target, "config", None), "_experts_implementation", None)
     if interface == layers.EXPERTS_IMPLEMENTATION and isinstance(site.target.__dict__.get(SPEC), Experts):
@@ -162,28 +162,27 @@ def kernelize(
     check_arguments(model, device)
     users_choice = UsersChoice(model, mode)
     for site in sites(model):
-        spec = decide(site)
-        layer = layer_for(spec)
+        layer = layer_for(site.spec)
         if isinstance(layer, str) and not chosen(site, layer, only, exclude):
             layer = Declined("left out by only= or exclude=")
         elif isinstance(layer, str) and users_choice.take(site):
             continue
-        swap(model, site, spec, layer)
+        swap(model, site, layer)
     return model
 
 
-def swap(model: nn.Module, site: Site, spec: Any, layer: Union[str, Declined]) -> None:
+def swap(model: nn.Module, site: Site, layer: Union[str, Declined]) -> None:
     """Bring the site to what was decided: `layer` runs there, or the original does and the reason is on record."""
     if site.scope is not None:
         if isinstance(layer, str):
-            share(model, site, spec)
+            share(model, site)
         else:
             release(model, site)
         return
     module = site.module
     wrapper = wrapper_of(module)
     if isinstance(layer, str) and wrapper is not None and not (
-        isinstance(spec, Experts) and use_experts_interface(module)
+        isinstance(site.spec, Experts) and use_experts_interface(module)
     ):
         layer = Declined(f"its forward is wrapped on the instance ({wrapper})")
     if isinstance(layer, Declined):
@@ -191,7 +190,7 @@ def swap(model: nn.Module, site: Site, spec: Any, layer: Union[str, Declined]) -
         if wrapper is None and swapped_layer(site):
             set_forward(module, None)
         return
-    module.__dict__[SPEC] = spec
+    module.__dict__[SPEC] = site.spec
     if wrapper is None:
         set_forward(module, MethodType(getattr(layers, layer).forward, module))
 
@@ -206,30 +205,33 @@ def use_experts_interface(module: nn.Module) -> bool:
     return True
 
 
-def share(model: nn.Module, site: Site, spec: Any) -> None:
+def share(model: nn.Module, site: Site) -> None:
+    """Swap the function of the whole file; whoever asked is remembered, so that `release` knows when to give it back."""
     function = site.scope[site.attribute]
     if isinstance(function, nn.Module):
-        function.__dict__[SPEC] = spec
+        function.__dict__[SPEC] = site.spec
         function.forward = MethodType(layers.rotary_pos_emb.forward, function)
     elif SPEC not in function.__dict__:
-        function = site.scope[site.attribute] = layers.rotary_function(function, spec)
+        function = site.scope[site.attribute] = layers.rotary_function(function, site.spec)
     function.__dict__.setdefault(USERS, weakref.WeakSet()).add(model)
 
 
 def release(model: nn.Module, site: Site) -> None:
     """Give a shared function back once no model that asked for its swap is left."""
     function = site.scope[site.attribute]
-    users = function.__dict__.get(USERS)
-    if users is None:
-        return
+    users = function.__dict__.get(USERS, weakref.WeakSet())  # none where plain kernels.kernelize swapped it
     users.discard(model)
-    if users:
+    if users or not swapped_layer(site):
         return
     if isinstance(function, nn.Module):
         for attribute in (SPEC, USERS, "forward"):
             function.__dict__.pop(attribute, None)
     else:
         site.scope[site.attribute] = function.__wrapped__
+
+
+def is_kernelized(model: nn.Module) -> bool:
+    return any(SPEC in module.__dict__ for module in model.modules())
 
 
 def restore(model: nn.Module) -> nn.Module:

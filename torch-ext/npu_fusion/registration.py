@@ -93,9 +93,11 @@ class Registration:
     def fill(self, name: str, repository: Any) -> None:
         """Serve every mode of `name` that the user left open."""
         modes = self.kernels.Mode
-        ours = {mode: repository for mode in (modes.INFERENCE, modes.TRAINING, modes.FALLBACK)}
         default = self.defaults.get(name)
         theirs = users_entries(name, default if isinstance(default, dict) else {modes.FALLBACK: default})
+        # kernels asks for FALLBACK last, so beside a user's FALLBACK any entry of ours would win over it
+        open_modes = () if modes.FALLBACK in theirs else (modes.INFERENCE, modes.TRAINING, modes.FALLBACK)
+        ours = {mode: repository for mode in open_modes}
         self.kernels.register_kernel_mapping({name: {"npu": {**ours, **theirs}}})
 
     def see(self, parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:

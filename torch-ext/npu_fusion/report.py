@@ -69,13 +69,11 @@ def report(model: nn.Module) -> Report:
         if layer:
             outcomes.append((layer, site.class_name, True, ""))
             continue
-        decision = site.module.__dict__.get(SPEC) if site.scope is None else None
-        decision = decision if isinstance(decision, Declined) else layer_for(integration.decide(site))
-        if isinstance(decision, Declined):
-            if decision.kind is not None:
-                outcomes.append(("-", site.class_name, False, decision.reason))
-        else:
-            outcomes.append((decision, site.class_name, False, "not kernelized"))
+        on_record = site.target.__dict__.get(SPEC)
+        decision = on_record if isinstance(on_record, Declined) else layer_for(site.spec)
+        declined = isinstance(decision, Declined)
+        reason = decision.reason if declined else "not kernelized"
+        outcomes.append(("-" if declined else decision, site.class_name, False, reason))
     return collect(outcomes)
 
 
@@ -89,10 +87,9 @@ def plan(model_or_config: Any, only: Sequence[str] = (), exclude: Sequence[str] 
     model = model_or_config if isinstance(model_or_config, nn.Module) else integration.model_on_meta(model_or_config)
     outcomes = []
     for site in integration.sites(model):
-        layer = layer_for(integration.decide(site))
+        layer = layer_for(site.spec)
         if isinstance(layer, Declined):
-            if layer.kind is not None:
-                outcomes.append(("-", site.class_name, False, layer.reason))
+            outcomes.append(("-", site.class_name, False, layer.reason))
         elif not integration.chosen(site, layer, only, exclude):
             outcomes.append((layer, site.class_name, False, "left out by only= or exclude="))
         else:
@@ -156,14 +153,14 @@ def verify(model: nn.Module, inputs: Any, tolerance: float = 0.05) -> Verificati
         tolerance: relative to the largest value of an output. The default is 6 bf16 ulps at that value, which covers
             one rounding of difference a layer, handed on through a deep model.
     """
-    was_swapped = bool(report(model).swapped)
+    was_kernelized = integration.is_kernelized(model)
     names = {site.target: site.name for site in integration.sites(model) if isinstance(site.target, nn.Module)}
     integration.restore(model)
     eager = outputs(model, names, inputs)
     integration.kernelize(model)
     fused = outputs(model, names, inputs)
     layers = {site.name: integration.swapped_layer(site) or "-" for site in integration.sites(model)}
-    if not was_swapped:
+    if not was_kernelized:
         integration.restore(model)
     differences = []
     for (name, expected), (_, result) in zip(eager, fused):

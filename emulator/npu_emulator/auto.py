@@ -1,0 +1,6 @@
+"""One import before torch: `import npu_emulator.auto` starts the emulator where no NPU is found, and does nothing else."""
+
+from npu_emulator.launcher import needed, start
+
+if needed():
+    start()
