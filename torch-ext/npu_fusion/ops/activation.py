@@ -50,7 +50,7 @@ def geglu_reference(gate_up: torch.Tensor, dim: int = -1, approximate: str = "ta
 def geglu(gate_up: torch.Tensor, dim: int = -1, approximate: str = "tanh") -> torch.Tensor:
     """`geglu_reference` in one launch."""
     op = npu_op("npu_geglu", gate_up)
-    if op is None or not _halves(gate_up, dim) or _traced(gate_up):
+    if op is None or approximate not in ("tanh", "none") or not _halves(gate_up, dim) or _traced(gate_up):
         return geglu_reference(gate_up, dim, approximate)
     return op(gate_up, dim, int(approximate == "tanh"), True)[0]
 

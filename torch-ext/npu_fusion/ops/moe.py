@@ -70,6 +70,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(row_index)
         ctx.shape = top_k_index.shape
         ctx.mark_non_differentiable(row_index, tokens_per_expert)
+        ctx.set_materialize_grads(False)
         return permuted, row_index, tokens_per_expert
 
     @staticmethod
@@ -134,7 +135,7 @@ def experts_reference(
     gate_up = grouped_matmul_reference(permuted, gate_up_proj, counts, gate_up_bias, transposed)
     hidden = _gate(act, swiglu_reference, geglu_reference)(gate_up)
     out = grouped_matmul_reference(hidden, down_proj, counts, down_bias, transposed)
-    return moe_unpermute_reference(out, row_index, top_k_weights)
+    return moe_unpermute_reference(out, row_index, top_k_weights).to(hidden_states.dtype)
 
 
 def moe_experts(
