@@ -274,13 +274,28 @@ def _required(target):
     return [p.name for p in _parameters(target) if p.default is p.empty]
 
 
+def _numbers(function, seen):
+    """Whole numbers in the code of a function and of what it calls in its own module."""
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return
+    seen.add(function)
+    yield from (value for value in function.__code__.co_consts if type(value) is int)
+    called = [cell.cell_contents for cell in function.__closure__ or ()]
+    called += [function.__globals__.get(name) for name in function.__code__.co_names]
+    for other in called:
+        if getattr(other, "__module__", None) == function.__module__:
+            yield from _numbers(other, seen)
+
+
 def _lengths(target):
     """Sequence lengths worth a look: the whole numbers that the code and the settings of the target hold."""
-    is_module = isinstance(target, nn.Module)
-    classes = [c for c in type(target).__mro__ if c not in nn.Module.__mro__] if is_module else ()
-    codes = [getattr(f, "__code__", None) for c in classes for f in vars(c).values()] if is_module else [getattr(target, "__code__", None)]
-    found = {v for v in vars(target).values() if type(v) is int} if is_module else set()
-    found |= {v for code in codes if code for v in code.co_consts if type(v) is int}
+    found, functions = set(), [target]
+    if isinstance(target, nn.Module):
+        found = {value for value in vars(target).values() if type(value) is int}
+        functions = [f for cls in type(target).__mro__ if cls not in nn.Module.__mro__ for f in vars(cls).values()]
+    seen = set()
+    for function in functions:
+        found.update(_numbers(function, seen))
     return sorted({length for n in found if 16 < n <= 1 << 14 for length in (n, n + 1)})
 
 
@@ -301,7 +316,7 @@ def _match_norm(module):
 
     found = (_gated_norms if gated else _plain_norms)(target, name, args, y[0])
     cases = [("", target, args), *_norm_cases(module, dim, gated)]
-    spec, reference = _settle(found, cases, "does not divide each row by its root mean square")
+    spec, reference = _settle(found, cases, "normalizes, but not to scale * x / sqrt(mean(x²) + eps)")
     spec = replace(spec, eps_attr=_eps_attribute(module, spec, args))
     if spec.eps_attr:
         spec = replace(spec, eps=getattr(module, spec.eps_attr))
@@ -362,7 +377,6 @@ def _norm_cases(module, dim, gated):
     special = x.clone()
     special[0, 1, 0], special[0, 2, 0], special[0, 3] = float("inf"), float("nan"), 0
     spikes = torch.eye(min(dim, 8), dim).repeat(2, 1, 1) * 10
-    yield case("in its gradients", x)
     yield case("for large weights or peaks (a clamp?)", spikes, scale=1e3)
     yield case("for inf, nan or zeros", special)
     yield case("for a single position", x[:, :1])
@@ -372,6 +386,7 @@ def _norm_cases(module, dim, gated):
     width = small.get(dim, dim)
     for length in _lengths(module):
         yield case(f"at length {length}", _random(6, 1, length, width), sizes=small)
+    yield case("in its gradients", x)
 
 
 def _eps_attribute(module, spec, args):
@@ -439,10 +454,11 @@ def _match_mlp(module):
     target, x = _stand_in(module, sizes, opaque=True), _random(10, 4, 16, width)
     special = x[:2].clone()
     special[0, 1, 0], special[0, 2, 0], special[0, 3] = float("inf"), float("nan"), 0
-    cases = [("", target, (x,)), ("in its gradients", target, (x[:1],))]
+    cases = [("", target, (x,))]
     cases += [(f"for inputs near {scale:g} (a clamp?)", target, (x * scale,)) for scale in (30.0, 1e6, 1e-5)]
     cases += [("for inf, nan or zeros", target, (special,)), ("for 2-D input", target, (x[0],)), ("for a single position", target, (x[:, :1],))]
     cases += [(f"at length {n}", target, (_random(11, 1, n, width),)) for n in _lengths(module)]
+    cases += [("in its gradients", target, (x[:1],))]
     others = [n for n, child in module._modules.items() if n not in linears and child is not None and any(True for _ in child.parameters())]
     beside = f" ({', '.join(others)} takes part, too)" if others else ""
     spec, reference = _settle(hypotheses, cases, f"does not compute down(act(gate(x)) * up(x)){beside}")
@@ -546,11 +562,11 @@ def _match_rotary(function):
         return x[ranks[0][0]], tuple(n if size == 5 else 1 for size in shapes[1])
 
     checks = [
-        ("in its gradients", dict(args=inputs(*shapes, 16, columns), gradients=True)),
         ("for large inputs (a clamp?)", dict(args=inputs(*shapes, 16, columns, scale=1e5))),
         ("for another head_dim", dict(args=inputs(*shapes, 128, columns * 8))),
     ]
     checks += [(f"at length {n}", dict(args=inputs(*at_length(n), 16, columns))) for n in (1, *_lengths(function))]
+    checks += [("in its gradients", dict(args=inputs(*shapes, 16, columns), gradients=True))]
     for when, check in checks:
         if not agrees(kind, unsqueeze, **check):
             raise _No(f"computes a rotation, but differs {when}")
@@ -611,11 +627,12 @@ def _match_experts(module):
     index = torch.stack([torch.randperm(experts, generator=torch.Generator("cpu").manual_seed(s))[:k] for s in range(tokens)])
     x, weights = _random(40, tokens, hidden), _random(41, tokens, k).softmax(-1)
     hypotheses = list(_experts_hypotheses(module, options))
-    cases = [("", target, (x, index, weights)), ("in its gradients", target, (x, index, weights))]
+    cases = [("", target, (x, index, weights))]
     cases += [("for large inputs (a clamp?)", target, (x * 1e4, index, weights))]
     cases += [("for weights that do not sum to 1", target, (x, index, weights * -3))]
     cases += [("for a single token", target, (x[:1], index[:1], weights[:1]))]
     cases += [(f"at {n} tokens", target, (_random(42, n, hidden), index[:1].expand(n, -1), weights[:1].expand(n, -1))) for n in _lengths(module)]
+    cases += [("in its gradients", target, (x, index, weights))]
     spec, reference = _settle(hypotheses, cases, "does not compute the weighted sum of down(act(gate) * up) over the chosen experts")
 
     low, args = _stand_in(module, sizes, torch.bfloat16), (x.bfloat16(), index, weights)
@@ -873,6 +890,8 @@ def _setting(value):
         return type(value), value  # 1, 1.0 and True are three settings
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_setting, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_setting, value))
     if isinstance(value, dict):
         return type(value), tuple((k, _setting(v)) for k, v in value.items())
     if hasattr(type(value), "to_dict"):  # a config
@@ -880,7 +899,8 @@ def _setting(value):
     return _Same(value)
 
 
-_IGNORED = frozenset(("training", "forward", "_parameters", "_buffers", "_modules"))
+# what nn.Module itself keeps on an instance, and what swaps, accelerate and transformers put there
+_IGNORED = frozenset(vars(nn.Module())) | {"forward", "_npu_fusion", "_old_forward", "_hf_hook", "_kernel_funcs", "_is_hf_initialized"}
 
 
 def _key(module, opaque=False):
@@ -889,7 +909,7 @@ def _key(module, opaque=False):
         return module.in_features, module.out_features
     state = vars(module)
     tensors = tuple((n, tuple(t.shape), t.dtype) for n, t in _tensors(module).items())
-    settings = tuple((k, _setting(v)) for k, v in state.items() if k not in _IGNORED and not isinstance(v, torch.Tensor) and "hooks" not in k)
+    settings = tuple((k, _setting(v)) for k, v in state.items() if k not in _IGNORED and not isinstance(v, torch.Tensor))
     children = tuple((n, _key(m, opaque)) for n, m in state["_modules"].items() if m is not None)
     return type(module), type(module).forward, tensors, settings, children
 
