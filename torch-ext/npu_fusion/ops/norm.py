@@ -110,10 +110,10 @@ def rms_norm_gated_reference(
         hidden_states = hidden_states.to(wide) * act(gate.to(wide))
     grouped = hidden_states if group_size is None else hidden_states.unflatten(-1, (-1, group_size))
     normalized = rms_norm_reference(grouped.to(wide), None, eps).view(hidden_states.shape)
-    normed = (weight.to(wide) * normalized).to(dtype) if casting_mode == "gemma" else weight * normalized.to(dtype)
+    normed = weight.to(wide) * normalized if casting_mode == "gemma" else weight * normalized.to(dtype)
     if gate is not None and not gate_first:
-        normed = (normed * act(gate.to(wide))).to(dtype)
-    return normed
+        return (normed * act(gate.to(wide))).to(dtype)
+    return normed.to(dtype) if casting_mode == "gemma" else normed
 
 
 def rms_norm_gated(
