@@ -7,8 +7,8 @@
 
     x = torch.randn(4, device="npu")
 
-Importing this package loads nothing heavy. Results are those of the host's CPU; nothing here says how fast a program is on
-Ascend hardware.
+Importing this package loads nothing heavy. Results are those of the host's CPU; nothing here says how fast a program
+is on Ascend hardware.
 """
 
 from npu_emulator.launcher import fail_next, is_emulated, needed, start

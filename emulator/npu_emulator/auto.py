@@ -1,4 +1,4 @@
-"""One import before torch: `import npu_emulator.auto` starts the emulator where no NPU is found, and does nothing else."""
+"""`import npu_emulator.auto` before torch starts the emulator where no NPU is found, and does nothing else."""
 
 from npu_emulator.launcher import needed, start
 

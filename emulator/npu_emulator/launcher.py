@@ -5,14 +5,13 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Optional
 
 LIBRARIES = Path(__file__).resolve().parent.parent / "lib"
 # In the order of their dependencies. Loaded by soname before torch_npu, they are what its links resolve to, whatever
 # else is installed.
 PRELOADED = ("ascendcl", "hccl", "hcomm", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "opapi")
 
-_runtime: Optional[ctypes.CDLL] = None
+_runtime: ctypes.CDLL | None = None
 
 
 def needed() -> bool:
@@ -50,7 +49,7 @@ def start() -> None:
         return
     _check_settings()
     if "torch_npu" in sys.modules:
-        raise RuntimeError("torch_npu is already imported: call npu_emulator.start() before anything that imports torch_npu")
+        raise RuntimeError("torch_npu is already imported: call npu_emulator.start() before whatever imports it")
     if not (LIBRARIES / ".built").exists():
         raise RuntimeError(
             f"the NPU emulator's libraries are not built (nothing in {LIBRARIES}); "
@@ -99,4 +98,4 @@ def _check_settings() -> None:
         raise RuntimeError(f"NPU_EMULATOR_DEVICES={devices!r}: expected a number of devices, such as 2")
     memory = os.environ.get("NPU_EMULATOR_MEMORY") or "16GiB"
     if not re.fullmatch(r"[1-9]\d{0,14}((Ki|Mi|Gi)B)?", memory):
-        raise RuntimeError(f"NPU_EMULATOR_MEMORY={memory!r}: expected bytes, or a number with KiB, MiB or GiB, such as 8GiB")
+        raise RuntimeError(f"NPU_EMULATOR_MEMORY={memory!r}: expected bytes, or KiB, MiB or GiB, such as 8GiB")

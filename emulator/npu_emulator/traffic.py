@@ -1,8 +1,8 @@
 """Counts what the emulated device was asked to do: launches, and bytes read and written, by op."""
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Dict, Iterator, Tuple
 
 from npu_emulator.launcher import runtime
 
@@ -23,7 +23,7 @@ class OpTraffic:
         )
 
 
-def _snapshot() -> Tuple[Dict[str, OpTraffic], int]:
+def _snapshot() -> tuple[dict[str, OpTraffic], int]:
     by_op = {}
     for line in runtime().emulator_traffic().decode().splitlines():
         op, *numbers = line.split(" ")
@@ -47,7 +47,7 @@ class Traffic:
         self._after = _snapshot()
 
     @property
-    def by_op(self) -> Dict[str, OpTraffic]:
+    def by_op(self) -> dict[str, OpTraffic]:
         before, after = self._before[0], (self._after or _snapshot())[0]
         difference = {op: traffic - before.get(op, OpTraffic()) for op, traffic in after.items()}
         return {op: traffic for op, traffic in difference.items() if traffic.launches}
@@ -73,11 +73,13 @@ class Traffic:
         return self.bytes_read + self.bytes_written
 
     def __str__(self) -> str:
-        rows = sorted(self.by_op.items(), key=lambda row: -(row[1].bytes_read + row[1].bytes_written))
-        rows.append((f"emulated NPU, {self.host_syncs} host syncs", OpTraffic(self.launches, self.bytes_read, self.bytes_written)))
+        total = OpTraffic(self.launches, self.bytes_read, self.bytes_written)
+        rows = sorted(self.by_op.items(), key=lambda row: row[1].bytes_read + row[1].bytes_written, reverse=True)
+        rows.append((f"emulated NPU, {self.host_syncs} host syncs", total))
         width = max(len(op) for op, _ in rows)
         return "\n".join(
-            f"{op:{width}} {t.launches:6} launches {t.bytes_read:14,} read {t.bytes_written:14,} written" for op, t in rows
+            f"{op:{width}} {row.launches:6} launches {row.bytes_read:14,} B read {row.bytes_written:14,} B written"
+            for op, row in rows
         )
 
 
@@ -86,8 +88,8 @@ def count(skip_matmuls: bool = False) -> Iterator[Traffic]:
     """Count launches and bytes inside the block, of all threads of the process.
 
     Args:
-        skip_matmuls: Count matrix products and attention, but fill their results with zeros instead of computing them, so
-            that real model sizes can be counted in little time.
+        skip_matmuls: Count matrix products and attention, but fill their results with zeros instead of computing
+            them, so that real model sizes can be counted in little time.
 
     Example:
         with npu_emulator.count() as traffic:
