@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANT = "torch-npu"  # the one directory name that kernels' loader looks for when torch.npu exists
-# kernels < 0.11.7 imports <variant>/<package>/__init__.py: lead it to the flat package, so that there is one copy of the code
+# kernels < 0.11.7 imports <variant>/<package>/__init__.py: lead it to the flat package, to have one copy of the code
 NESTED = """\
 import importlib.util
 import sys
@@ -65,7 +65,7 @@ def build(output: Path, source: Path = ROOT) -> Path:
 
 
 def replace(directory: Path, fresh: Path):
-    """Put `fresh` in the place of `directory`: a process that has it open keeps the old files, and none sees some of each."""
+    """Put `fresh` in the place of `directory`; the old one is moved away whole, not emptied file by file."""
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():

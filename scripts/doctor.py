@@ -2,8 +2,8 @@
 
     python scripts/doctor.py [kernel directory] [--hub] [--emulate]
 
-The directory is the one that LOCAL_KERNELS names, or this checkout's build/. With --emulate, the emulator takes the place
-of an NPU where there is none.
+The directory is the one that LOCAL_KERNELS names, or this checkout's build/. With --emulate, the emulator takes the
+place of an NPU where there is none.
 """
 
 import os

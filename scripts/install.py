@@ -14,10 +14,9 @@ import shutil
 import sys
 import tarfile
 from pathlib import Path
-from typing import Dict
 
 
-def read(archive: Path) -> Dict[str, bytes]:
+def read(archive: Path) -> dict[str, bytes]:
     """Path -> content of the archive's files. Anything but plain files inside one directory is refused."""
     files = {}
     with tarfile.open(archive) as tar:
@@ -30,7 +29,7 @@ def read(archive: Path) -> Dict[str, bytes]:
     return files
 
 
-def differences(files: Dict[str, bytes], variant: str) -> Dict[str, str]:
+def differences(files: dict[str, bytes], variant: str) -> dict[str, str]:
     """{file: what is wrong with it}, by the digests in <variant>/metadata.json."""
     listed = json.loads(files[f"{variant}/metadata.json"])["digest"]["files"]
     wanted = {f"{variant}/{name}": digest for name, digest in listed.items()}
@@ -45,7 +44,7 @@ def differences(files: Dict[str, bytes], variant: str) -> Dict[str, str]:
     return result
 
 
-def write(files: Dict[str, bytes], directory: Path) -> None:
+def write(files: dict[str, bytes], directory: Path) -> None:
     """Write the files beside `directory`, then move them to its place."""
     fresh, old = (directory.with_name(f".{directory.name}.{state}") for state in ("new", "old"))
     for left in (fresh, old):

@@ -39,7 +39,16 @@ def kernel_files(build) -> dict[str, bytes]:
 @pytest.fixture(scope="session")
 def clean_environment() -> dict[str, str]:
     """The environment without what chooses a Hub, a cache or a kernel."""
-    chosen = ("HF_", "KERNELS_", "TRANSFORMERS_", "LOCAL_KERNELS", "HUGGING_FACE", "http_proxy", "HTTP_PROXY", "XDG_CACHE", "DO_NOT_TRACK")
+    chosen = (
+        "HF_",
+        "KERNELS_",
+        "TRANSFORMERS_",
+        "LOCAL_KERNELS",
+        "XDG_CACHE",
+        "DO_NOT_TRACK",
+        "http_proxy",
+        "HTTP_PROXY",
+    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
     return {**kept, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "NO_PROXY": "127.0.0.1,localhost"}
 

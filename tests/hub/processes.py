@@ -1,10 +1,11 @@
-"""Fresh Python processes for tests, at the price of a fork: torch is imported once, in a process that does nothing else.
+"""Fresh Python processes for tests, at the price of a fork: torch is imported once, in a process that only forks.
 
 A test of loading needs a process of its own: HF_ENDPOINT and the cache are read when huggingface_hub is imported, a
-loaded kernel stays loaded, and some tests kill it. `Processes.run(code)` is `subprocess.run([python, "-c", code])`, without
-the seconds that importing torch and torch_npu takes.
+loaded kernel stays loaded, and some tests kill it. `Processes.run(code)` is `subprocess.run([python, "-c", code])`,
+without the seconds that importing torch and torch_npu takes.
 
-Run as a script, this file is that process: it reads one request a line, forks, and answers with the child's id or exit code.
+Run as a script, this file is that process: it reads a request a line, forks, and answers with the child's id or exit
+code.
 """
 
 import ctypes
@@ -66,7 +67,7 @@ class Processes:
         return json.loads(self.server.stdout.readline())
 
     def start(self, code: str, *, network: bool = True, **environment: str) -> Running:
-        """Start `code`. Without `network`, it has no interface at all and every Python socket ends it with exit code 99."""
+        """Start `code`. Without `network`, it has no interface, and every Python socket ends it with exit code 99."""
         self.count += 1
         output = self.directory / str(self.count)
         pid = self.ask({"code": code, "output": str(output), "network": network, "environment": environment})

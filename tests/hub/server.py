@@ -4,9 +4,9 @@
     commit = hub.publish("org/npu-fusion", "v1", {"build/torch-npu/metadata.json": b"{...}"})
     environment["HF_ENDPOINT"] = hub.endpoint
 
-Addresses, headers and error codes are those that huggingface_hub reads (`file_download.py`, `hf_api.py`, `_commit_api.py`,
-`lfs.py`). A request for anything else is answered 501 and kept in `hub.unknown`, so that a test notices a client that
-has learned a new one.
+Addresses, headers and error codes are those that huggingface_hub reads (`file_download.py`, `hf_api.py`,
+`_commit_api.py`). A request for anything else is answered 501 and kept in `hub.unknown`, so that a test notices a
+client that has learned a new one.
 """
 
 import base64
@@ -117,7 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.route()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_GET
 
     def route(self):
         if self.hub.dead:  # a connection that was kept alive
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.error(self.fault, "", "the server is told to fail")
         if self.fault == "cut":
             del self.hub.faults[pattern]
-        if self.command in ("POST", "PUT") and not self.authorized():
+        if self.command == "POST" and not self.authorized():
             return self.error(401, "", "Invalid username or password.")
         for method, pattern, function in ROUTES:
             found = re.fullmatch(pattern, url.path)
@@ -185,8 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send(status, json.dumps({"error": message}).encode(), X_Error_Code=code, X_Error_Message=message)
 
     def authorized(self) -> bool:
-        # an LFS upload's address is its own authorization, as a presigned one is
-        return self.headers.get("Authorization") == f"Bearer {WRITE_TOKEN}" or self.path.startswith("/lfs/")
+        return self.headers.get("Authorization") == f"Bearer {WRITE_TOKEN}"
 
     def tree(self, repo_id: str, revision: str):
         """The commit and its files, or the error to answer with."""
@@ -322,30 +321,12 @@ class _Handler(BaseHTTPRequestHandler):
             return failure
         answer = []
         for wanted in json.loads(self.body)["files"]:
-            mode = "lfs" if wanted["size"] > self.hub.lfs_above else "regular"
-            entry = {"path": wanted["path"], "uploadMode": mode, "shouldIgnore": False}
+            # nothing of a kernel in Python is large enough to be uploaded as an LFS object
+            entry = {"path": wanted["path"], "uploadMode": "regular", "shouldIgnore": False}
             if wanted["path"] in files:
-                content = files[wanted["path"]]
-                entry["oid"] = hashlib.sha256(content).hexdigest() if mode == "lfs" else git_blob(content)
+                entry["oid"] = git_blob(files[wanted["path"]])
             answer.append(entry)
         return lambda: self.json({"files": answer})
-
-    def lfs_batch(self, repo_id: str):
-        answer = [
-            {
-                "oid": wanted["oid"],
-                "size": wanted["size"],
-                "actions": {"upload": {"href": f"{self.hub.storage}/lfs/{wanted['oid']}", "header": {}}},
-            }
-            for wanted in json.loads(self.body)["objects"]
-        ]
-        return lambda: self.json({"transfer": "basic", "objects": answer})
-
-    def lfs_upload(self, digest: str):
-        if hashlib.sha256(self.body).hexdigest() != digest:
-            return lambda: self.error(400, "", "the content is not what its address says")
-        self.hub.objects[digest] = self.body
-        return lambda: self.send(200)
 
     def commit(self, repo_id: str, branch: str):
         _, files, failure = self.tree(repo_id, branch)
@@ -357,8 +338,6 @@ class _Handler(BaseHTTPRequestHandler):
             kind, value = operation["key"], operation["value"]
             if kind == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif kind == "lfsFile":
-                files[value["path"]] = self.hub.objects[value["oid"]]
             elif kind == "deletedFile":
                 del files[value["path"]]
             elif kind == "deletedFolder":
@@ -377,12 +356,10 @@ ROUTES = [
     ("GET", f"/api/kernels/{REPO}(?:/revision/([^/]+))?", _Handler.info),
     ("GET HEAD", f"/kernels/{REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
     ("GET HEAD", "/lfs/([0-9a-f]{64})", _Handler.object),
-    ("PUT", "/lfs/([0-9a-f]{64})", _Handler.lfs_upload),
     ("POST", "/api/validate-yaml", _Handler.validate_yaml),
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", f"/api/kernels/{REPO}/branch/([^/]+)", _Handler.branch),
     ("POST", f"/api/kernels/{REPO}/tag/([^/]+)", _Handler.tag),
     ("POST", f"/api/kernels/{REPO}/preupload/([^/]+)", _Handler.preupload),
     ("POST", f"/api/kernels/{REPO}/commit/([^/]+)", _Handler.commit),
-    ("POST", f"/kernels/{REPO}.git/info/lfs/objects/batch", _Handler.lfs_batch),
 ]

@@ -1,4 +1,4 @@
-"""The doctor says what an operator needs: every finding of it is provoked here, and compared with what really happens."""
+"""The doctor says what an operator needs: each of its findings is provoked here and compared with what happens."""
 
 import importlib.metadata
 import importlib.util
@@ -172,7 +172,7 @@ def test_the_cann_version_as_the_loader_parses_it(doctor, monkeypatch, tmp_path,
         ("patched", 'import torch_npu.utils.collect_env as env; env.get_cann_version = lambda: "9.1.0"'),
     ],
 )
-def test_what_the_doctor_advises_against_a_cann_version_that_stops_the_loader(way, code, build, doctor, processes, tmp_path):
+def test_the_advice_against_a_cann_version_that_stops_the_loader(way, code, build, processes, tmp_path):
     (tmp_path / "ascend_toolkit_install.info").write_text("version=10.0.0\n")
     assert not code or code in (SOURCE / "doctor.py").read_text()
     load = "from pathlib import Path; from kernels import get_local_kernel"
@@ -184,7 +184,8 @@ def test_what_the_doctor_advises_against_a_cann_version_that_stops_the_loader(wa
 
 
 def test_import_by_path_needs_no_loader(build, processes, tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(build / 'torch-npu')!r}); import npu_fusion; assert npu_fusion.doctor().ok"
+    path = str(build / "torch-npu")
+    code = f"import sys; sys.path.insert(0, {path!r}); import npu_fusion; assert npu_fusion.doctor().ok"
     result = processes.run(code, ASCEND_HOME_PATH=str(tmp_path), HF_HUB_OFFLINE="1")
     assert result.returncode == 0, result.stdout + result.stderr
     assert 'note   CANN          "not known"' in result.stdout
@@ -197,8 +198,18 @@ def test_import_by_path_needs_no_loader(build, processes, tmp_path):
     ("kernels", "transformers", "wants", "words"),
     [
         ("0.17.2", "5.22.2", "<0.18,>=0.17.2", None),
-        ("0.17.2", "5.24.0", "<0.19,>=0.18.2", 'pip install "kernels<0.19,>=0.18.2" or pip install "transformers==5.22.2"'),
-        ("0.16.2", "5.22.2", "<0.18,>=0.17.2", 'pip install "kernels<0.18,>=0.17.2" or pip install "transformers==5.17.0"'),
+        (
+            "0.17.2",
+            "5.24.0",
+            "<0.19,>=0.18.2",
+            'pip install "kernels<0.19,>=0.18.2" or pip install "transformers==5.22.2"',
+        ),
+        (
+            "0.16.2",
+            "5.22.2",
+            "<0.18,>=0.17.2",
+            'pip install "kernels<0.18,>=0.17.2" or pip install "transformers==5.17.0"',
+        ),
         ("0.12.3", "5.22.2", "<0.18,>=0.17.2", 'pip install "kernels<0.18,>=0.17.2"'),
     ],
 )

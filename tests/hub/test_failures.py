@@ -22,7 +22,9 @@ def assert_nothing_loads(hub, offline, processes):
         for arguments in ("version=1", f"revision='{commit}'"):
             result = processes.run(GET.format(arguments=arguments), network=False, **offline)
             assert result.returncode == 1, result.stdout
-            assert "not available in the local cache" in result.stderr or "Cannot find a local snapshot" in result.stderr
+            assert (
+                "not available in the local cache" in result.stderr or "Cannot find a local snapshot" in result.stderr
+            )
 
     return check
 
@@ -151,4 +153,3 @@ for number, file in enumerate({sorted(str(p.relative_to(build / "torch-npu")) fo
 """
     result = processes.run(code)
     assert result.returncode == 0, result.stderr
-

@@ -84,7 +84,8 @@ from pathlib import Path
 from kernels import load_kernel
 print(load_kernel("org/npu-fusion", lockfile=Path({str(tmp_path / "kernels.lock")!r})).__file__)
 """
-    hub.publish("org/npu-fusion", "v1", {"build/torch-npu/metadata.json": b"{}"})  # the lock names a commit, not the branch
+    # the lock names a commit, not the branch
+    hub.publish("org/npu-fusion", "v1", {"build/torch-npu/metadata.json": b"{}"})
     result = processes.run(code, network=False, **offline)
     assert result.returncode == 0, result.stderr
     assert commit in result.stdout

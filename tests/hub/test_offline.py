@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# The whole way of a user: a layer map, a model from disk with use_kernels, a forward. HF_HUB_OFFLINE is not set, on purpose:
-# nobody has to know about it.
+# The whole way of a user: a layer map, a model from disk with use_kernels, a forward. HF_HUB_OFFLINE is not set, on
+# purpose: nobody has to know about it.
 USE = """
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,6 +24,12 @@ assert swapped["RMSNorm"] == 5 and swapped["SwiGLUMLP"] == 2, swapped
 tokens = torch.arange(8, device="npu")[None]
 assert model(tokens).logits.isfinite().all()
 print(npu.__file__)
+"""
+
+LOCAL = """
+from pathlib import Path
+from kernels import get_local_kernel
+npu = get_local_kernel(Path({path!r}))
 """
 
 
@@ -50,7 +56,7 @@ def test_a_read_only_directory_on_another_file_system(build, mount, use, no_hub,
     place = mount("mounted", "size=8m")
     shutil.copytree(build / "torch-npu", place / "npu-fusion/build/torch-npu")
     subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
-    load = f"from pathlib import Path; from kernels import get_local_kernel\nnpu = get_local_kernel(Path({str(place / 'npu-fusion')!r}))"
+    load = LOCAL.format(path=str(place / "npu-fusion"))
     result = processes.run(f"{load}\n{use}", network=False, **no_hub)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{place}/npu-fusion/build/torch-npu/__init__.py\n"
@@ -59,13 +65,20 @@ def test_a_read_only_directory_on_another_file_system(build, mount, use, no_hub,
 
 
 def test_local_kernels(build, use, no_hub, processes):
-    load = 'from kernels import get_kernel, has_kernel; npu = get_kernel("org/npu-fusion", version=1)\nassert has_kernel("org/npu-fusion", version=1)'
+    load = """
+from kernels import get_kernel, has_kernel
+assert has_kernel("org/npu-fusion", version=1)
+npu = get_kernel("org/npu-fusion", version=1)
+"""
     result = processes.run(f"{load}\n{use}", network=False, LOCAL_KERNELS=f"org/npu-fusion={build}", **no_hub)
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{build}/torch-npu/__init__.py\n"
 
 
-GET = 'from kernels import get_kernel; npu = get_kernel("org/npu-fusion", {arguments}, trust_remote_code=["org/npu-fusion"])'
+GET = """
+from kernels import get_kernel
+npu = get_kernel("org/npu-fusion", {arguments}, trust_remote_code=["org/npu-fusion"])
+"""
 
 
 def test_a_cache_filled_elsewhere(hub, online, use, processes, tmp_path, mount):
@@ -91,11 +104,11 @@ def test_a_cache_filled_by_version_serves_the_commit_and_the_doctor_says_which(h
     assert "Version 1 of 'org/npu-fusion' is not available in the local cache" in by_version.stderr
     result = processes.run(f"{GET.format(arguments=f'revision={commit!r}')}\nnpu.doctor()", network=False, **offline)
     assert result.returncode == 0, result.stderr
-    assert f'revision="{commit}" is.' in result.stdout
+    assert f'revision="{commit}" is;' in result.stdout
 
 
 def test_files_beside_the_build_make_a_cache_useless_offline(hub, online, offline, processes, kernel_files):
-    """kernels downloads build/<variant> alone, and offline huggingface_hub misses the rest: why publish.py adds nothing."""
+    """kernels downloads build/<variant> alone, and offline huggingface_hub misses the rest: publish.py adds none."""
     hub.publish("org/npu-fusion", "v1", {**kernel_files, "README.md": b"a card"})
     assert processes.run(GET.format(arguments="revision='v1'"), **online).returncode == 0
     result = processes.run(GET.format(arguments="version=1"), network=False, **offline)
@@ -106,5 +119,8 @@ def test_files_beside_the_build_make_a_cache_useless_offline(hub, online, offlin
 def test_offline_with_an_empty_cache_is_a_clear_error(arguments, offline, processes):
     result = processes.run(GET.format(arguments=arguments), network=False, **offline)
     assert result.returncode == 1
-    assert "Hugging Face Hub is in offline mode" in result.stderr or "offline mode the kernel must already" in result.stderr
+    assert (
+        "Hugging Face Hub is in offline mode" in result.stderr
+        or "offline mode the kernel must already" in result.stderr
+    )
     assert not Path(offline["HF_HOME"]).exists()

@@ -110,9 +110,10 @@ class Diagnosis:
 
 
 def differences(directory: Path) -> Dict[str, str]:
-    """Files of a kernel directory that are not what its metadata.json says: {file: "missing" | "changed" | "not listed"}.
+    """Files of a kernel directory that are not what its metadata.json says.
 
-    Bytecode that Python wrote beside the files is left out.
+    Returns:
+        {file: "missing" | "changed" | "not listed"}, without the bytecode that Python writes beside the files.
 
     Raises:
         OSError, ValueError, KeyError: If metadata.json is not there, or is not one with digests.
@@ -325,7 +326,7 @@ def pair() -> Iterator[Finding]:
         yield Finding(
             "kernels",
             NOTE,
-            f"{kernels}: with telemetry off it sends a header that huggingface_hub {version('huggingface_hub')} refuses",
+            f"{kernels}: with telemetry off, huggingface_hub {version('huggingface_hub')} refuses its user agent",
             "to load from the Hub, unset HF_HUB_DISABLE_TELEMETRY, DISABLE_TELEMETRY and DO_NOT_TRACK for that one run",
         )
     else:
@@ -347,13 +348,13 @@ def pair() -> Iterator[Finding]:
     yield Finding(
         "transformers",
         NOTE,
-        f"{transformers} takes kernels{wanted} and not {kernels}: use_kernels=True is refused, npu.kernelize(model) works",
+        f"{transformers} takes kernels{wanted}, not {kernels}: use_kernels=True is refused, npu.kernelize works",
         f'pip install "kernels{wanted}"{other}',
     )
 
 
 def hub_refuses_requests() -> bool:
-    """kernels up to 0.17.2 leaves its user agent empty without telemetry; httpx2 refuses the blank at the header's end."""
+    """Without telemetry, kernels' user agent is empty, and the HTTP client refuses a header that ends with a blank."""
     off = any(
         os.environ.get(name, "").upper() in {"1", "ON", "YES", "TRUE"}
         for name in ("HF_HUB_DISABLE_TELEMETRY", "DISABLE_TELEMETRY", "DO_NOT_TRACK")
@@ -392,7 +393,7 @@ def places() -> Iterator[Finding]:
     commits = sorted(path.name for path in (held / "snapshots").glob("*"))
     value = f"{cache}: " + (f"holds {', '.join(names) or 'no version name'}" if commits else "no kernel of ours in it")
     if commits and not any(name.startswith("v") for name in names):
-        advice = f'offline, version=1 is not found there; revision="{commits[-1]}" is. get_kernel(revision="v1") keeps the name'
+        advice = f'offline, version=1 is not found there, revision="{commits[-1]}" is; revision="v1" keeps the name'
         yield Finding("cache", NOTE, value, advice)
     else:
         yield Finding("cache", OK, value)
