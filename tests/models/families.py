@@ -27,13 +27,13 @@ FAMILIES = {
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {**MOE, "shared_expert_intermediate_size": 32},
-        {"RMSNorm": 5, "SwiGLUMLP": 2, "MoEExperts": 2, "rotary_pos_emb": 2},
+        {"RMSNorm": 5, "SwiGLUMLP": 2, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2},
     ),
-    "qwen3_moe": ("Qwen3MoeConfig", MOE, {"RMSNorm": 9, "MoEExperts": 2, "rotary_pos_emb": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE, {"RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2}),
     "mixtral": (
         "MixtralConfig",
         {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {"RMSNorm": 5, "MoEExperts": 2, "rotary_pos_emb": 2},
+        {"RMSNorm": 5, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2},
     ),
 }
 

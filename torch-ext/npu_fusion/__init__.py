@@ -8,10 +8,11 @@ from . import layers, ops
 from .doctor import check_directory, doctor
 from .integration import kernelize, restore
 from .mapping import layer_map
-from .registration import register, unregister
+from .registration import kernel_config_class, register, unregister
 from .report import plan, report, verify
 
 __all__ = [
+    "KernelConfig",
     "doctor",
     "kernelize",
     "layer_map",
@@ -26,3 +27,9 @@ __all__ = [
 ]
 
 check_directory(__name__)
+
+
+def __getattr__(name):
+    if name == "KernelConfig":  # derived from transformers' class, which is imported when it is asked for
+        return kernel_config_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,6 +18,7 @@ from .mapping import layer_for, users_entries
 from .matching import match
 from .specs import Declined, Experts
 
+LEFT_OUT = "left out by only= or exclude="
 USERS = "_npu_fusion_users"  # on a shared function: the models that asked for it
 
 
@@ -106,7 +107,7 @@ def set_forward(module: nn.Module, forward: Any) -> None:
 
 FORWARDS = {
     getattr(layers, name).forward
-    for name in ("RMSNorm", "RMSNormGated", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb", "MoEExperts")
+    for name in ("RMSNorm", "RMSNormGated", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb", "MoEExperts", "TopKRouter")
 }
 
 
@@ -164,7 +165,7 @@ def kernelize(
     for site in sites(model):
         layer = layer_for(site.spec)
         if isinstance(layer, str) and not chosen(site, layer, only, exclude):
-            layer = Declined("left out by only= or exclude=")
+            layer = Declined(LEFT_OUT)
         elif isinstance(layer, str) and users_choice.take(site):
             continue
         swap(model, site, layer)
@@ -287,7 +288,7 @@ class UsersChoice:
         if self.kernels is None or name is None:
             return False
         default = transformers_layer_map().get(name, {}).get("npu")
-        repositories = users_entries(name, default if isinstance(default, dict) else {})
+        repositories = users_entries(name, default or {})
         if not repositories:
             return False
         from kernels.layer.layer import KernelizeFallback, kernelize_layer

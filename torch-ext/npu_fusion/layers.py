@@ -6,15 +6,17 @@ declined, or an input lies outside of what was seen to agree, it calls `type(sel
 
 import functools
 import inspect
+from operator import attrgetter
 from typing import Callable, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import ops
 from .matching import match
-from .specs import MLP, Experts, GatedNorm, Norm, Rotary
+from .specs import MLP, Experts, GatedNorm, Norm, Rotary, Router
 
 SPEC = "_npu_fusion"  # where an instance keeps its spec; in __dict__, so that reading it costs a dictionary look-up
 
@@ -232,3 +234,36 @@ class MoEExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+class TopKRouter(nn.Module):
+    """hidden_states [T, H] -> logits [T, E], weights [T, k] and index [T, k], in the module's own order.
+
+    For inference: torch_npu's gating operators have no gradient that all its versions share, so under grad the module's own
+    forward runs.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        spec = spec_of(self)
+        weight = attrgetter(spec.weight)(self) if applies(spec, Router, self) else None
+        result = weight is not None and {d[:2]: d[2] for d in spec.dtypes}.get((hidden_states.dtype, weight.dtype))
+        needs_grad = result and torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+        if not result or needs_grad or hidden_states.dim() != 2 or not spec.flatten:
+            return type(self).forward(self, hidden_states)
+        if spec.upcast:
+            hidden_states, weight = hidden_states.float(), weight.float()
+        logits = F.linear(hidden_states, weight, spec.bias and attrgetter(spec.bias)(self))
+        dtypes = dict(zip(spec.returns, result))
+        # the fused op rounds to the dtype that it is given, eager to the one that it returns
+        scores = logits if logits.dtype == dtypes["weights"] else logits.float()
+        if spec.score == "softmax":
+            weights, index = ops.top_k_softmax(scores, spec.k, spec.renormalize, dtypes["indices"])
+            weights = weights if spec.scale == 1 else weights * spec.scale
+        else:
+            bias = spec.correction_bias and attrgetter(spec.correction_bias)(self)
+            groups, kept = spec.groups[:2] if spec.groups else (1, 1)
+            weights, index = ops.group_top_k_sigmoid(
+                scores.float(), bias, spec.k, groups, kept, True, spec.scale, dtypes["indices"]
+            )
+        outputs = {"logits": logits.to(dtypes.get("logits")), "weights": weights.to(dtypes["weights"]), "indices": index}
+        return tuple(outputs[role] for role in spec.returns)

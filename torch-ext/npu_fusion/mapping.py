@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Union
+from typing import Any, Dict, Optional, Union
 
 from . import layers
-from .specs import MLP, Declined, Experts, GatedNorm, Norm, Rotary
+from .specs import MLP, Declined, Experts, GatedNorm, Norm, Rotary, Router
 
 HERE = Path(__file__).resolve().parent
 HUB_REPOSITORY = "org/npu-fusion"
@@ -16,8 +16,9 @@ UPSTREAM_LAYERS = {
     "RMSNormGated": "RMSNormGated",
     "RMSNormZeroCentered": "RMSNormZeroCentered",
     "rotary_pos_emb": "rotary_pos_emb",
+    "SoftmaxTopKRouter": "TopKRouter",
 }
-OWN_LAYERS = ("RMSNorm", "RMSNormGated", "RMSNormZeroCentered", "SwiGLUMLP", "GeGLUMLP", "MoEExperts")
+OWN_LAYERS = ("RMSNorm", "RMSNormGated", "RMSNormZeroCentered", "SwiGLUMLP", "GeGLUMLP", "MoEExperts", "TopKRouter")
 PREFIX = "npu_fusion."
 
 
@@ -36,7 +37,22 @@ def layer_for(spec) -> Union[str, Declined]:
         return layer or Declined(f"no fused op multiplies by {spec.activation}(gate)")
     if isinstance(spec, Experts):
         return "MoEExperts"
-    return Declined(f"no layer for a {type(spec).__name__.lower()} yet")
+    return why_not_routed(spec) or "TopKRouter"
+
+
+def why_not_routed(spec: Router) -> Optional[Declined]:
+    """What torch_npu's two gating operators do not compute."""
+    if spec.score not in ("softmax", "sigmoid"):
+        return Declined(f"scores its choice with {spec.score}, which no gating operator does", "router")
+    if spec.score == "sigmoid" and not spec.renormalize:
+        return Declined("its sigmoid weights are not divided by their sum, as npu_moe_gating_top_k does", "router")
+    if spec.score == "softmax" and (spec.correction_bias or spec.groups):
+        return Declined("chooses among softmax scores by a bias or by groups", "router")
+    if spec.groups and spec.groups[2:] != ("top2sum", float("-inf")):
+        return Declined(f"keeps groups by {spec.groups[2]} and scores the others {spec.groups[3]}", "router")
+    if "probs" in spec.returns or not spec.flatten or (spec.correction_bias or "").startswith("argument"):
+        return Declined("returns all probabilities, or takes more than tokens", "router")
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,37 @@
 """Joining the layer maps of kernels and transformers, so that plain `kernels.kernelize` and `from_pretrained` use ours.
 
-Classes that nobody decorated are reached through torch's public hook for module registration: when the first instance of
-a class is attached to a parent, the class gets the name of the layer that its structure suggests, and kernels asks
-`condition`, which probes the instance, before it swaps. `unregister` takes all of it back.
+kernels finds a layer by a name on its class. Classes that nobody decorated get one from us: `register` sees every module
+through torch's public hook for module registration when it is attached to a parent, a `KernelConfig` has the model in hand.
+The name follows from the structure; whether an instance is swapped is decided by `condition`, which kernels asks.
 """
 
 import functools
 import inspect
 from types import FunctionType
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import integration, layers
-from .layers import SPEC
+from .layers import SPEC, spec_of
 from .mapping import PREFIX, LoadedLayerRepository, import_kernels, layer_for, layer_map, registered, users_entries
 from .matching import candidate, match
 from .specs import Declined, Rotary
 
 # the layer whose signature a class of this kind must have; which fused op runs is decided by the instance's spec
-LAYER_OF_KIND = {"norm": "RMSNorm", "gated_norm": "RMSNormGated", "mlp": "SwiGLUMLP", "experts": "MoEExperts"}
+LAYER_OF_KIND = {
+    "norm": "RMSNorm",
+    "gated_norm": "RMSNormGated",
+    "mlp": "SwiGLUMLP",
+    "experts": "MoEExperts",
+    "router": "TopKRouter",
+}
 
 
 def condition(module: nn.Module) -> bool:
     """kernels asks this for every instance right before it swaps; the answer is kept for the layer's forward."""
-    spec = module.__dict__.get(SPEC)
-    if spec is None:
-        spec = module.__dict__[SPEC] = match(module)
-    return isinstance(layer_for(spec), str)
+    return isinstance(layer_for(spec_of(module)), str)
 
 
 def remember(module: nn.Module) -> bool:
@@ -37,137 +40,159 @@ def remember(module: nn.Module) -> bool:
     return True
 
 
-def kinds(forward: Any) -> List[Any]:
+def parameter_kinds(forward: Any) -> List[Any]:
     return [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
 
 
-def function_layer(original: FunctionType, spec: Rotary) -> type:
-    """A layer with the signature of `original`, a plain rotary function: kernels compares signatures before it swaps."""
-    fused = layers.rotary_function(original, spec)
-
-    class rotary_function(nn.Module):
-        can_torch_compile = True
-
-        def forward(self, *args, **kwargs):
-            return fused(*args, **kwargs)
-
-    parameters = inspect.signature(original).parameters.values()
-    self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rotary_function.forward.__signature__ = inspect.Signature([self_parameter, *parameters])
-    return rotary_function
-
-
 class FunctionRepository:
-    """What kernels calls a repository, for the layer of one rotary function."""
+    """What kernels calls a repository, for a layer with the signature of one rotary function."""
 
     def __init__(self, original: FunctionType, spec: Rotary):
-        self.layer = function_layer(original, spec)
+        fused = layers.rotary_function(original, spec)
 
-    def __deepcopy__(self, memo):  # kernels copies its map and compares the copies
-        return self
+        class rotary_function(nn.Module):
+            can_torch_compile = True
+
+            def forward(self, *args, **kwargs):
+                return fused(*args, **kwargs)
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(original).parameters.values()
+        rotary_function.forward.__signature__ = inspect.Signature([itself, *parameters])
+        integration.FORWARDS.add(rotary_function.forward)
+        self.layer = rotary_function
+
+    def __deepcopy__(self, memo: Any) -> "FunctionRepository":
+        return self  # kernels copies its map and looks layers up by equality
 
     def load(self) -> type:
         return self.layer
 
 
+class Names:
+    """The names given to classes and functions that had none, so that they can be taken back."""
+
+    def __init__(self) -> None:
+        self.kernels = import_kernels()
+        self.conditions: Dict[type, Optional[Any]] = {}  # class -> kernel_condition that it had; None: the name is ours
+        self.functions: Dict[Tuple[int, str], Tuple[Dict[str, Any], FunctionType, nn.Module]] = {}
+        self.repositories: Dict[str, Any] = {name: entry["npu"] for name, entry in layer_map().items()}
+
+    def name_class(self, module: nn.Module) -> None:
+        cls, layer = type(module), LAYER_OF_KIND.get(candidate(module))
+        if layer is None or cls in self.conditions:
+            return
+        if "kernel_condition" in vars(cls) and cls.kernel_layer_name in self.repositories:
+            self.conditions[cls] = vars(cls)["kernel_condition"]
+            cls.kernel_condition = staticmethod(remember)
+        elif not hasattr(cls, "kernel_layer_name"):
+            if parameter_kinds(cls.forward) != parameter_kinds(getattr(layers, layer).forward):
+                return
+            replace = self.kernels.replace_kernel_forward_from_hub
+            asks = "condition" in inspect.signature(replace).parameters
+            if asks or condition(module):  # kernels 0.16 cannot ask; there the layer itself asks at its first forward
+                replace(cls, PREFIX + layer, **({"condition": condition} if asks else {}))
+                self.conditions[cls] = None
+
+    def name_functions(self, cls: type) -> None:
+        """Turn the plain rotary functions that `cls` uses into layers that kernels can swap."""
+        for scope, attribute in integration.rotary_functions(cls):
+            original = scope[attribute]
+            if not isinstance(original, FunctionType) or SPEC in original.__dict__:
+                continue
+            spec = match(original)
+            if not isinstance(spec, Rotary):
+                continue
+            name = f"{PREFIX}{original.__module__}.{original.__qualname__}"
+            function = self.kernels.use_kernel_forward_from_hub(name)(original)
+            functools.update_wrapper(function, original, updated=())
+            self.functions[id(scope), attribute] = scope, original, function
+            self.repositories[name] = FunctionRepository(original, spec)
+            scope[attribute] = function
+
+    def attach_functions(self, module: nn.Module) -> None:
+        """Show the module's functions to kernels, as transformers' use_kernelized_func does."""
+        for scope, attribute in integration.rotary_functions(type(module)):
+            if (id(scope), attribute) in self.functions:
+                module.__dict__.setdefault("_kernel_funcs", {})[attribute] = scope[attribute]
+
+    def take_back(self) -> None:
+        for cls, kernel_condition in self.conditions.items():
+            if kernel_condition is not None:
+                cls.kernel_condition = kernel_condition
+                continue
+            del cls.kernel_layer_name
+            if "kernel_condition" in vars(cls):
+                del cls.kernel_condition
+        for (_, attribute), (scope, original, function) in self.functions.items():
+            if scope.get(attribute) is function:
+                scope[attribute] = original
+
+
+def with_ours(kernels: Any, repository: Any, theirs: Dict[Any, Any]) -> Dict[Any, Any]:
+    """{mode: repository} with ours in every mode that the user left open.
+
+    kernels tries FALLBACK last, so beside a user's FALLBACK any entry of ours would win over it.
+    """
+    modes = kernels.Mode
+    open_modes = () if modes.FALLBACK in theirs else (modes.INFERENCE, modes.TRAINING, modes.FALLBACK)
+    return {**{mode: repository for mode in open_modes}, **theirs}
+
+
 class Registration:
     """Everything that register() changed, so that unregister() can take it back."""
 
-    def __init__(self, mapping: Dict[str, Any]):
-        self.kernels = import_kernels()
-        self.users_mapping = mapping
+    def __init__(self, mapping: Dict[str, Any]) -> None:
+        self.names = Names()
+        self.seen: Set[type] = set()
+        self.mapping = mapping
         self.upstream = integration.transformers_layer_map()
-        self.defaults: Dict[str, Any] = {}
-        self.decorated: Dict[type, Optional[Any]] = {}  # class -> kernel_condition that it had; None: we named the class
-        self.seen: set = set()
-        self.functions: Dict[Tuple[int, str], Tuple[Dict[str, Any], FunctionType, nn.Module, str]] = {}
-
-        self.kernels.register_kernel_mapping(mapping)
-        for name, entry in layer_map().items():
-            default = self.upstream.get(name, {}).pop("npu", None)
-            if default is not None:
-                self.defaults[name] = default
-            self.fill(name, entry["npu"])
+        # transformers registers its own entries anew at every use_kernels=True; those for npu need the network
+        self.defaults = {name: self.upstream[name].pop("npu") for name in UPSTREAM if "npu" in self.upstream.get(name, {})}
+        self.register = self.names.kernels.register_kernel_mapping
+        self.displaced = {name: self.upstream_entries(name) for name in self.defaults}
+        self.register(mapping)
+        for name in self.names.repositories:
+            self.fill(name)
         self.hook = register_module_module_registration_hook(self.see)
 
-    def fill(self, name: str, repository: Any) -> None:
-        """Serve every mode of `name` that the user left open."""
-        modes = self.kernels.Mode
-        default = self.defaults.get(name)
-        theirs = users_entries(name, default if isinstance(default, dict) else {modes.FALLBACK: default})
-        # kernels asks for FALLBACK last, so beside a user's FALLBACK any entry of ours would win over it
-        open_modes = () if modes.FALLBACK in theirs else (modes.INFERENCE, modes.TRAINING, modes.FALLBACK)
-        ours = {mode: repository for mode in open_modes}
-        self.kernels.register_kernel_mapping({name: {"npu": {**ours, **theirs}}})
+    def upstream_entries(self, name: str) -> Dict[Any, Any]:
+        """What kernels' map holds of transformers' own entries: an earlier use_kernels=True put it there."""
+        default = self.defaults[name]
+        return {mode: repository for mode, repository in registered(name).items() if default.get(mode) is repository}
+
+    def fill(self, name: str) -> None:
+        theirs = users_entries(name, self.defaults.get(name, {}))
+        self.register({name: {"npu": with_ours(self.names.kernels, self.names.repositories[name], theirs)}})
 
     def see(self, parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
         if module is None:
             return
-        cls = type(module)
-        if cls not in self.seen:
-            self.seen.add(cls)
-            self.decorate(module)
-            for scope, attribute in integration.rotary_functions(cls):
-                self.wrap(scope, attribute)
-        for scope, attribute in integration.rotary_functions(cls):
-            if (id(scope), attribute) in self.functions:
-                module.__dict__.setdefault("_kernel_funcs", {})[attribute] = scope[attribute]
-
-    def decorate(self, module: nn.Module) -> None:
-        cls = type(module)
-        layer = LAYER_OF_KIND.get(candidate(module))
-        if layer is None:
-            return
-        if hasattr(cls, "kernel_layer_name"):
-            if "kernel_condition" in vars(cls) and cls.kernel_layer_name in layer_map():
-                self.decorated[cls] = vars(cls)["kernel_condition"]
-                cls.kernel_condition = staticmethod(remember)
-        elif kinds(cls.forward) == kinds(getattr(layers, layer).forward):
-            replace = self.kernels.replace_kernel_forward_from_hub
-            asks = "condition" in inspect.signature(replace).parameters
-            if asks or condition(module):  # kernels 0.16 cannot ask later; the layer itself asks again then
-                replace(cls, PREFIX + layer, **({"condition": condition} if asks else {}))
-                self.decorated[cls] = None
-
-    def wrap(self, scope: Dict[str, Any], attribute: str) -> None:
-        """Make a plain rotary function one that kernels can swap."""
-        original = scope[attribute]
-        if not isinstance(original, FunctionType) or SPEC in original.__dict__:
-            return
-        spec = match(original)
-        if not isinstance(spec, Rotary):
-            return
-        name = f"{PREFIX}{original.__module__}.{original.__qualname__}"
-        function = self.kernels.use_kernel_forward_from_hub(name)(original)
-        functools.update_wrapper(function, original, updated=())
-        self.functions[id(scope), attribute] = scope, original, function, name
-        scope[attribute] = function
-        self.fill(name, FunctionRepository(original, spec))
+        if type(module) not in self.seen:
+            self.seen.add(type(module))
+            known = set(self.names.repositories)
+            self.names.name_class(module)
+            self.names.name_functions(type(module))
+            for new in set(self.names.repositories) - known:
+                self.fill(new)
+        self.names.attach_functions(module)
 
     def take_back(self) -> None:
         self.hook.remove()
-        for cls, kernel_condition in self.decorated.items():
-            if kernel_condition is None:
-                del cls.kernel_layer_name
-                if "kernel_condition" in vars(cls):
-                    del cls.kernel_condition
-            else:
-                cls.kernel_condition = kernel_condition
-        names = list(layer_map())
-        for scope, original, function, name in self.functions.values():
-            if scope.get(original.__name__) is function:
-                scope[original.__name__] = original
-            names.append(name)
-        given = [repository for entry in self.users_mapping.values() for repository in repositories(entry.get("npu"))]
-        for name in {*names, *self.users_mapping}:
+        self.names.take_back()
+        given = [repository for entry in self.mapping.values() for repository in repositories(entry.get("npu"))]
+        for name in {*self.names.repositories, *self.mapping}:
             kept = {
                 mode: repository
                 for mode, repository in registered(name).items()
                 if not isinstance(repository, (LoadedLayerRepository, FunctionRepository)) and repository not in given
             }
-            self.kernels.register_kernel_mapping({name: {"npu": kept}})
+            self.register({name: {"npu": {**self.displaced.get(name, {}), **kept}}})
         for name, default in self.defaults.items():
             self.upstream[name]["npu"] = default
+
+
+UPSTREAM = tuple(name for name in layer_map() if not name.startswith(PREFIX))
 
 
 def repositories(entry: Any) -> List[Any]:
@@ -203,3 +228,46 @@ def unregister() -> None:
     if _active is not None:
         _active.take_back()
         _active = None
+
+
+@functools.lru_cache(maxsize=None)
+def kernel_config_class() -> type:
+    """`KernelConfig`, which exists once transformers is there to derive it from."""
+    from transformers.utils.kernel_config import KernelConfig as Base
+
+    class KernelConfig(Base):
+        """For `from_pretrained(path, kernel_config=npu.KernelConfig())`: this kernel's layers for one model, by matching.
+
+        Serves training and inference, survives train(), eval() and save_pretrained(), and asks no network.
+
+        Args:
+            only, exclude: as for `kernelize`.
+            kernel_mapping: the user's own entries, as for transformers' KernelConfig; they win over ours.
+        """
+
+        def __init__(self, only: Sequence[str] = (), exclude: Sequence[str] = (), kernel_mapping: Any = None) -> None:
+            super().__init__(kernel_mapping)
+            self.only, self.exclude = tuple(only), tuple(exclude)
+
+        def create_compatible_mapping(self, model: nn.Module, compile: bool = False) -> None:
+            """transformers calls this with the model in hand, right before kernels swaps by name."""
+            super().create_compatible_mapping(model, compile)
+            names, left_out = Names(), set()
+            for site in integration.sites(model):
+                layer = layer_for(site.spec)
+                if isinstance(layer, str) and not integration.chosen(site, layer, self.only, self.exclude):
+                    layer = Declined(integration.LEFT_OUT)
+                if site.scope is None:
+                    site.module.__dict__[SPEC] = layer if isinstance(layer, Declined) else site.spec
+                    names.name_class(site.module)
+                else:
+                    names.name_functions(type(site.module))
+                    names.attach_functions(site.module)
+                    if isinstance(layer, Declined):
+                        left_out.add(type(site.scope[site.attribute]).kernel_layer_name)
+            for name, repository in names.repositories.items():
+                theirs = self.kernel_mapping.get(name, {}).get("npu", {})
+                ours = {} if name in left_out else with_ours(names.kernels, repository, theirs)
+                self.kernel_mapping[name] = {"npu": ours or theirs}
+
+    return KernelConfig

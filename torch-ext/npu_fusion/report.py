@@ -91,7 +91,7 @@ def plan(model_or_config: Any, only: Sequence[str] = (), exclude: Sequence[str] 
         if isinstance(layer, Declined):
             outcomes.append(("-", site.class_name, False, layer.reason))
         elif not integration.chosen(site, layer, only, exclude):
-            outcomes.append((layer, site.class_name, False, "left out by only= or exclude="))
+            outcomes.append((layer, site.class_name, False, integration.LEFT_OUT))
         else:
             outcomes.append((layer, site.class_name, True, ""))
     return collect(outcomes)
