@@ -33,6 +33,20 @@ import pytest
 GRACE = 5  # seconds that the other ranks have to end by themselves once one has failed
 MAX_RANKS = 4
 
+# What takes seconds to import. The plugin starts the emulator where there is no NPU; pytest is this process's main module,
+# which children import again.
+PRELOADED = (
+    "npu_emulator.pytest_plugin",
+    "pytest",
+    "kernels",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+
 
 @dataclass
 class Outcome:
@@ -149,16 +163,7 @@ def _server():
     os.environ.setdefault("NPU_EMULATOR_DEVICES", str(MAX_RANKS))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     context = multiprocessing.get_context("forkserver")
-    # The plugin starts the emulator where there is no NPU. Children would import pytest again, as this process's main.
-    context.set_forkserver_preload(
-        [
-            "npu_emulator.pytest_plugin",
-            "pytest",
-            "torch.distributed.fsdp",
-            "torch.distributed.tensor.parallel",
-            "transformers",
-        ]
-    )
+    context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
