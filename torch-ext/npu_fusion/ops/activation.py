@@ -108,16 +108,20 @@ def gated_linear(
 
 
 def _fusable(activation, hidden_states, gate_weight, up_weight, gate_bias, up_bias) -> bool:
-    dtype, biases = hidden_states.dtype, [bias for bias in (gate_bias, up_bias) if bias is not None]
+    dtype = hidden_states.dtype
+    if activation != "silu" and (activation not in ("gelu", "gelu_tanh") or _traced(hidden_states)):
+        return False
+    for bias in (gate_bias, up_bias):
+        if bias is not None and not (bias.dtype == dtype and bias.shape == gate_weight.shape[:1]):
+            return False
     return (
-        (activation == "silu" or (activation in ("gelu", "gelu_tanh") and not _traced(hidden_states)))
-        and dtype in FLOATS
-        and hidden_states.numel() > 0
+        dtype in FLOATS
+        and gate_weight.dtype == dtype
+        and up_weight.dtype == dtype
         and gate_weight.dim() == 2
         and gate_weight.shape == up_weight.shape
+        and hidden_states.numel() > 0
         and gate_weight.numel() > 0
-        and gate_weight.dtype == up_weight.dtype == dtype
-        and all(bias.dtype == dtype and bias.shape == gate_weight.shape[:1] for bias in biases)
     )
 
 

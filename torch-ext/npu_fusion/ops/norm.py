@@ -20,7 +20,7 @@ def rms_norm_reference(
 
     `casting_mode` names when the result is rounded (the terms are Liger-Kernel's): "llama" rounds the normalized
     values to the input's dtype and then multiplies, so that a wider weight widens the result; "gemma" multiplies in
-    fp32 and rounds once. An offset is added in fp32 in both: in bf16, 1 + 0.0039 is 1.
+    fp32 and rounds once. An offset is added in fp32 in both.
     """
     dtype = hidden_states.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -52,24 +52,24 @@ def rms_norm(
     dtype = hidden_states.dtype
     if weight is None:
         return op(hidden_states, hidden_states.new_ones(hidden_states.shape[-1:]), eps)[0]
-    if offset == 1 and weight.dtype == dtype and npu_op("npu_gemma_rms_norm") is not None:
+    if weight.dtype == dtype and not offset:
+        return op(hidden_states, weight, eps)[0]
+    if weight.dtype == dtype and offset == 1 and npu_op("npu_gemma_rms_norm") is not None:
         if needs_grad(hidden_states, weight):
             return _ZeroCenteredRMSNorm.apply(hidden_states, weight, eps)
         return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
-    gamma = weight.float() + offset if offset else weight
-    if gamma.dtype != dtype and gamma.dtype != torch.float32:  # the op takes a gamma in x's dtype or fp32
-        gamma = gamma.float()
+    # The op takes a gamma in x's dtype or fp32. An offset is added in fp32: in bf16, 1 + 0.0039 is 1.
+    gamma = weight.float() + offset if offset else weight.float()
     normed = op(hidden_states, gamma, eps)[0]
     return normed if casting_mode == "gemma" else normed.to(torch.promote_types(weight.dtype, dtype))
 
 
 def _fusable(hidden_states: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    return (
-        hidden_states.dtype in FLOATS
-        and 2 <= hidden_states.dim() <= 8
-        and hidden_states.numel() > 0
-        and (weight is None or (weight.dtype in FLOATS and weight.shape == hidden_states.shape[-1:]))
-    )
+    if not (hidden_states.dtype in FLOATS and 2 <= hidden_states.dim() <= 8 and hidden_states.numel() > 0):
+        return False
+    if weight is None:
+        return True
+    return weight.dtype in FLOATS and weight.dim() == 1 and weight.numel() == hidden_states.size(-1)
 
 
 class _ZeroCenteredRMSNorm(torch.autograd.Function):

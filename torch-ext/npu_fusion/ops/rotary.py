@@ -37,15 +37,15 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     """`rotary_reference` in one launch; three where a part passes through; a cast more for each dtype that differs."""
     if npu_op("npu_rotary_mul", x, cos, sin) is None or not _fusable(x, cos, sin):
         return rotary_reference(x, cos, sin, interleaved)
-    full = (1,) * (x.dim() - cos.dim()) + cos.shape
-    plan = _plan(x.shape, x.stride(), full, interleaved)
+    if cos.dim() < x.dim():
+        shape = (1,) * (x.dim() - cos.dim()) + cos.shape
+        cos, sin = cos.view(shape), sin.view(shape)
+    plan = _plan(x.shape, x.stride(), cos.shape, interleaved)
     if plan is None:
         return rotary_reference(x, cos, sin, interleaved)
     if not x.dtype == cos.dtype == sin.dtype:  # the op would round the tables to x's dtype; eager promotes
         dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
         x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
-    if cos.shape != full:
-        cos, sin = cos.view(full), sin.view(full)
     if needs_grad(x):
         return _Rotary.apply(x, cos, sin, interleaved)
     return _rotate(x, cos, sin, interleaved, plan)
@@ -87,21 +87,33 @@ class _Rotary(torch.autograd.Function):
 
 
 def _rotate(x, cos, sin, interleaved, plan, backward=False):
+    """x brought into the shape that `plan` says, rotated by the fused op, and brought back."""
     order, inverse, x_shape, cos_shape = plan
     width, mode = cos.shape[-1], "interleave" if interleaved else "half"
-    ordered = (x if width == x.shape[-1] else x[..., :width]).permute(order)
-    rows = ordered.reshape(x_shape)
-    cos, sin = cos.permute(order).reshape(cos_shape), sin.permute(order).reshape(cos_shape)
+    part = x if width == x.shape[-1] else x[..., :width]
+    rows = part
+    if order is not None:
+        rows = rows.permute(order)
+        cos, sin = cos.permute(order), sin.permute(order)
+    ordered = rows.shape
+    if ordered != x_shape:
+        rows = rows.reshape(x_shape)
+    if cos.shape != cos_shape:
+        cos, sin = cos.reshape(cos_shape), sin.reshape(cos_shape)
     if backward:  # the second argument serves the gradients of cos and sin, which nobody asks for
         rows = torch.ops.npu.npu_rotary_mul_backward(rows, rows, cos, sin, mode)[0]
     else:
         rows = torch.ops.npu.npu_rotary_mul(rows, cos, sin, mode)
-    rotated = rows.view(ordered.shape).permute(inverse)
-    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
+    if ordered != x_shape:
+        rows = rows.view(ordered)
+    if order is not None:
+        rows = rows.permute(inverse)
+    return rows if part is x else torch.cat((rows, x[..., width:]), dim=-1)
 
 
 def _plan(shape, strides, cos_shape, interleaved):
-    """How to show x and cos to npu_rotary_mul: (order, inverse, x's shape, cos's shape), or None if no way is legal.
+    """How to show x and cos to npu_rotary_mul: (order, inverse, x's shape, cos's shape), or None if no way is legal;
+    order is None where the dimensions stay as they are.
 
     The op wants four dimensions, contiguous, and takes few patterns of broadcasting. So the dimensions are brought
     into the order in which x lies in memory (transformers' BNSD tensors are views of BSND memory), neighbours that
@@ -128,8 +140,10 @@ def _make_plan(shape, strides, cos_shape, interleaved):
     if legal is None:
         return None
     x_dims, cos_dims = legal
-    inverse = sorted(range(last + 1), key=order.__getitem__)
-    return tuple(order), tuple(inverse), (*x_dims, cos_shape[last]), (*cos_dims, cos_shape[last])
+    x_shape, cos_shape = (*x_dims, cos_shape[last]), (*cos_dims, cos_shape[last])
+    if order == sorted(order):
+        return None, None, x_shape, cos_shape
+    return tuple(order), tuple(sorted(range(last + 1), key=order.__getitem__)), x_shape, cos_shape
 
 
 _cached_plan = lru_cache(maxsize=1024)(_make_plan)
@@ -185,5 +199,9 @@ def apply_rotary_pos_emb(
     Two launches. npu_apply_rotary_pos_emb would make one, but writes into the q and k that it is given, and whether
     the caller still needs those cannot be seen from here; copying them first costs what it saves.
     """
+    if unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and q.stride(1) < q.stride(2):
+        # BNSD tensors that lie in memory as BSND: turned around, the tables need no turning
+        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2, interleaved)
+        return q.transpose(1, 2), k.transpose(1, 2)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
