@@ -1,9 +1,9 @@
 """Every layer of transformers that could be swapped, built by itself.
 
-census.csv lists them for transformers 5.22.2: norms, gated MLPs, packed experts, routers and rotary functions, by modeling
-module and name, with the name under which transformers decorates them for kernels. `build` makes one with its class's own
-__init__, from its own config's defaults where it needs one: on the meta device in the sizes of the checkpoint that the
-defaults describe, or small and with random weights.
+census.csv lists them for transformers 5.22.2: norms, gated MLPs, packed experts, routers and rotary functions, by
+modeling module and name, with the name under which transformers decorates them for kernels. `build` makes one with its
+class's own __init__, from its own config's defaults where it needs one: on the meta device in the sizes of the
+checkpoint that the defaults describe, or small and with random weights.
 """
 
 import copy
@@ -11,9 +11,10 @@ import csv
 import functools
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ def census() -> list[Site]:
         return [Site(**row) for row in csv.DictReader(file)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def config_classes(module: str) -> list[type]:
     """Config classes that the modeling module knows, then those of its configuration module."""
     from transformers import PreTrainedConfig
@@ -91,7 +92,9 @@ def configs(site: Site, cls: type) -> Iterator[Any]:
 
     def likelihood(config: type) -> tuple:
         stem = config.__name__.removesuffix("Config")
-        common = next((i for i, (a, b) in enumerate(zip(stem, site.name, strict=False)) if a != b), min(len(stem), len(site.name)))
+        common = next(
+            (i for i, (a, b) in enumerate(zip(stem, site.name, strict=False)) if a != b), min(len(stem), len(site.name))
+        )
         return config.__name__ not in names, -common, len(stem)
 
     for candidate in sorted(config_classes(site.module), key=likelihood):
@@ -100,7 +103,7 @@ def configs(site: Site, cls: type) -> Iterator[Any]:
         except Exception:
             continue
         yield config
-        text = getattr(config, "get_text_config", lambda: config)()
+        text = config.get_text_config()
         if text is not config:
             yield text
 
@@ -110,7 +113,11 @@ def arguments(cls: type) -> dict[str, Any]:
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     takes = [p for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "config"]
     alone = "config" not in {p.name for p in parameters}
-    return {p.name: ARGUMENTS[p.name] for p in takes if p.default is p.empty or (alone and p.default is None and p.name in ("dim", "intermediate_size"))}
+    return {
+        p.name: ARGUMENTS[p.name]
+        for p in takes
+        if p.default is p.empty or (alone and p.default is None and p.name in ("dim", "intermediate_size"))
+    }
 
 
 def build(site: Site, small: bool = False) -> Any:

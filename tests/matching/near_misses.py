@@ -57,8 +57,12 @@ def alternates(self, x, n):
 alternates.calls = 0
 
 NORMS = {
-    "eps outside the root": lambda: norm(lambda s, x, n: s.scale * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + s.epsilon)),
-    "eps as a floor": lambda: norm(lambda s, x, n: s.scale * x * x.pow(2).mean(-1, keepdim=True).clamp(min=s.epsilon).rsqrt()),
+    "eps outside the root": lambda: norm(
+        lambda s, x, n: s.scale * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + s.epsilon)
+    ),
+    "eps as a floor": lambda: norm(
+        lambda s, x, n: s.scale * x * x.pow(2).mean(-1, keepdim=True).clamp(min=s.epsilon).rsqrt()
+    ),
     "eps that grows with the length": lambda: norm(lambda s, x, n: s.scale * rms(x, s.epsilon * x.shape[1])),
     "a scale of 1.001": lambda: norm(lambda s, x, n: 1.001 * s.scale * n),
     "a clamp of the output at 100": lambda: norm(lambda s, x, n: (s.scale * n).clamp(-100, 100)),
@@ -68,28 +72,46 @@ NORMS = {
     "weight squared": lambda: norm(lambda s, x, n: s.scale.square() * n),
     "weight flipped": lambda: norm(lambda s, x, n: s.scale.flip(0) * n),
     "weight at least 0.01": lambda: norm(lambda s, x, n: s.scale.clamp(min=0.01) * n),
-    "weight of the first half only": lambda: norm(lambda s, x, n: torch.cat((s.scale[: DIM // 2] * n[..., : DIM // 2], n[..., DIM // 2 :]), -1)),
+    "weight of the first half only": lambda: norm(
+        lambda s, x, n: torch.cat((s.scale[: DIM // 2] * n[..., : DIM // 2], n[..., DIM // 2 :]), -1)
+    ),
     "an offset of 0.5": lambda: norm(lambda s, x, n: (0.5 + s.scale) * n),
     "an offset of 2": lambda: norm(lambda s, x, n: (2 + s.scale) * n),
     "a constant added": lambda: norm(lambda s, x, n: s.scale * n + 1e-4),
     "a residual added": lambda: norm(lambda s, x, n: x + s.scale * n),
     "the mean subtracted": lambda: norm(lambda s, x, n: s.scale * rms(x - x.mean(-1, keepdim=True), s.epsilon)),
-    "the unbiased variance": lambda: norm(lambda s, x, n: s.scale * x * (x.pow(2).sum(-1, keepdim=True) / (DIM - 1) + s.epsilon).rsqrt()),
-    "the sum instead of the mean": lambda: norm(lambda s, x, n: s.scale * x * (x.pow(2).sum(-1, keepdim=True) + s.epsilon).rsqrt()),
+    "the unbiased variance": lambda: norm(
+        lambda s, x, n: s.scale * x * (x.pow(2).sum(-1, keepdim=True) / (DIM - 1) + s.epsilon).rsqrt()
+    ),
+    "the sum instead of the mean": lambda: norm(
+        lambda s, x, n: s.scale * x * (x.pow(2).sum(-1, keepdim=True) + s.epsilon).rsqrt()
+    ),
     "mean of absolute values": lambda: norm(lambda s, x, n: s.scale * x / (x.abs().mean(-1, keepdim=True) + s.epsilon)),
     "groups of 4": lambda: norm(lambda s, x, n: s.scale * rms(x.unflatten(-1, (-1, 4)), s.epsilon).flatten(-2)),
-    "the norm of all positions": lambda: norm(lambda s, x, n: s.scale * x * (x.pow(2).mean((-1, -2), keepdim=True) + s.epsilon).rsqrt()),
-    "the previous position's norm": lambda: norm(lambda s, x, n: s.scale * x * (x.roll(1, 0).pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt()),
-    "channels first for 4-D input": lambda: norm(lambda s, x, n: s.scale * (n if x.dim() < 4 else rms(x.transpose(1, -1), s.epsilon).transpose(1, -1))),
+    "the norm of all positions": lambda: norm(
+        lambda s, x, n: s.scale * x * (x.pow(2).mean((-1, -2), keepdim=True) + s.epsilon).rsqrt()
+    ),
+    "the previous position's norm": lambda: norm(
+        lambda s, x, n: s.scale * x * (x.roll(1, 0).pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt()
+    ),
+    "channels first for 4-D input": lambda: norm(
+        lambda s, x, n: s.scale * (n if x.dim() < 4 else rms(x.transpose(1, -1), s.epsilon).transpose(1, -1))
+    ),
     "scaled before it is normalized": lambda: norm(lambda s, x, n: rms(x * s.scale, s.epsilon)),
-    "no gradient through the variance": lambda: norm(lambda s, x, n: s.scale * x * (x.detach().pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt()),
+    "no gradient through the variance": lambda: norm(
+        lambda s, x, n: s.scale * x * (x.detach().pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt()
+    ),
     "no gradient for the weight": lambda: norm(lambda s, x, n: s.scale.detach() * n),
     "half the gradient": lambda: norm(lambda s, x, n: s.scale * (n / 2 + n.detach() / 2)),
     "nan_to_num": lambda: norm(lambda s, x, n: s.scale * n.nan_to_num()),
     "ones for rows of zeros": lambda: norm(lambda s, x, n: torch.where(x == 0, 1.0, s.scale * n)),
     "a squeeze at length 1": lambda: norm(lambda s, x, n: (s.scale * n).squeeze(1)),
-    "another scale beyond 1000 positions": lambda: norm(lambda s, x, n: s.scale * n * (0.5 if x.shape[-2] > 1000 else 1.0)),
-    "another scale at a length of its settings": lambda: norm(lambda s, x, n: s.scale * n * (0.5 if x.shape[-2] > s.window else 1.0), window=2048),
+    "another scale beyond 1000 positions": lambda: norm(
+        lambda s, x, n: s.scale * n * (0.5 if x.shape[-2] > 1000 else 1.0)
+    ),
+    "another scale at a length of its settings": lambda: norm(
+        lambda s, x, n: s.scale * n * (0.5 if x.shape[-2] > s.window else 1.0), window=2048
+    ),
     "noise": lambda: norm(lambda s, x, n: s.scale * n + 1e-9 * torch.randn_like(n)),
     "a counter": lambda: norm(counts_calls, calls=0),
     "a list that grows": lambda: norm(keeps_history, history=[]),
@@ -99,7 +121,9 @@ NORMS = {
     "a tuple": lambda: norm(lambda s, x, n: (s.scale * n, x)),
     "always fp32": lambda: norm(lambda s, x, n: (s.scale * n).float(), torch.bfloat16),
     "the variance in bf16": lambda: norm(lambda s, x, n: s.scale * rms(x, s.epsilon), torch.bfloat16),
-    "1 + weight in bf16": lambda: norm(lambda s, x, n: (rms(x.float(), s.epsilon) * (1 + s.scale).float()).to(x.dtype), torch.bfloat16),
+    "1 + weight in bf16": lambda: norm(
+        lambda s, x, n: (rms(x.float(), s.epsilon) * (1 + s.scale).float()).to(x.dtype), torch.bfloat16
+    ),
 }
 
 
@@ -116,7 +140,9 @@ GATED_NORMS = {
     "a gate that is added": lambda: gated_norm(lambda s, x, g: s.scale * rms(x, s.epsilon) + F.silu(g)),
     "a gate of twice its value": lambda: gated_norm(lambda s, x, g: s.scale * rms(x, s.epsilon) * F.silu(2 * g)),
     "the gate is normalized": lambda: gated_norm(lambda s, x, g: s.scale * rms(g, s.epsilon) * F.silu(x)),
-    "a gate within the root": lambda: gated_norm(lambda s, x, g: s.scale * x * F.silu(g) * (x.pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt() * 1.001),
+    "a gate within the root": lambda: gated_norm(
+        lambda s, x, g: s.scale * x * F.silu(g) * (x.pow(2).mean(-1, keepdim=True) + s.epsilon).rsqrt() * 1.001
+    ),
 }
 
 
@@ -132,7 +158,9 @@ def mlp(body, **attributes):
 
 
 def whole(forward, **attributes):
-    return module(forward, left=nn.Linear(DIM, INNER), right=nn.Linear(DIM, INNER), out=nn.Linear(INNER, DIM), **attributes)
+    return module(
+        forward, left=nn.Linear(DIM, INNER), right=nn.Linear(DIM, INNER), out=nn.Linear(INNER, DIM), **attributes
+    )
 
 
 def keeps_hidden(self, x, g, u):
@@ -153,7 +181,9 @@ MLPS = {
     "relu squared": lambda: mlp(lambda s, x, g, u: F.relu(g).square() * u),
     "quick_gelu": lambda: mlp(lambda s, x, g, u: g * torch.sigmoid(1.702 * g) * u),
     "swish with beta 1.01": lambda: mlp(lambda s, x, g, u: g * torch.sigmoid(1.01 * g) * u),
-    "gelu with another constant": lambda: mlp(lambda s, x, g, u: 0.5 * g * (1 + torch.tanh(0.7979 * (g + 0.0447 * g**3))) * u),
+    "gelu with another constant": lambda: mlp(
+        lambda s, x, g, u: 0.5 * g * (1 + torch.tanh(0.7979 * (g + 0.0447 * g**3))) * u
+    ),
     "mish": lambda: mlp(lambda s, x, g, u: F.mish(g) * u),
     "both halves activated": lambda: mlp(lambda s, x, g, u: F.silu(g) * F.silu(u)),
     "a sum instead of a product": lambda: mlp(lambda s, x, g, u: F.silu(g) + u),
@@ -162,12 +192,16 @@ MLPS = {
     "the largest only": lambda: mlp(lambda s, x, g, u: F.silu(torch.where(g >= g.topk(4, -1)[0][..., -1:], g, 0)) * u),
     "the previous position's gate": lambda: mlp(lambda s, x, g, u: F.silu(g.roll(1, -2)) * u),
     "the mean of the positions": lambda: mlp(lambda s, x, g, u: F.silu(g - g.mean(-2, keepdim=True)) * u),
-    "weights read, children not called": lambda: whole(lambda s, x: s.out(F.silu(F.linear(x, s.left.weight, s.left.bias)) * s.right(x))),
+    "weights read, children not called": lambda: whole(
+        lambda s, x: s.out(F.silu(F.linear(x, s.left.weight, s.left.bias)) * s.right(x))
+    ),
     "no gradient through the gate": lambda: mlp(lambda s, x, g, u: F.silu(g).detach() * u),
     "nan_to_num": lambda: mlp(lambda s, x, g, u: (F.silu(g) * u).nan_to_num()),
     "dropout in eval mode": lambda: mlp(lambda s, x, g, u: F.dropout(F.silu(g) * u, 0.1, True)),
     "state kept for later": lambda: mlp(keeps_hidden, last=None),
-    "another activation beyond 512 positions": lambda: mlp(lambda s, x, g, u: (F.silu(g) if x.shape[-2] <= 512 else F.gelu(g)) * u),
+    "another activation beyond 512 positions": lambda: mlp(
+        lambda s, x, g, u: (F.silu(g) if x.shape[-2] <= 512 else F.gelu(g)) * u
+    ),
     "another activation for 2-D input": lambda: mlp(lambda s, x, g, u: (F.silu(g) if x.dim() == 3 else F.gelu(g)) * u),
     "no gate": lambda: whole(lambda s, x: s.out(F.silu(s.left(x)))),
 }
@@ -199,8 +233,12 @@ ROTARIES = {
     "quarters turned": lambda: rotary(lambda x, c, s, q: x * c + x.roll(x.shape[-1] // 4, -1) * s),
     "position added": lambda: rotary(lambda x, c, s, q: x * c + rotate_half(x) * s + c),
     "normalized afterwards": lambda: rotary(lambda x, c, s, q: F.normalize(x * c + rotate_half(x) * s, dim=-1)),
-    "another angle beyond 256 positions": lambda: rotary(lambda x, c, s, q: x * c + rotate_half(x) * (s if x.shape[-2] <= 256 else 2 * s)),
-    "another angle for head_dim 128": lambda: rotary(lambda x, c, s, q: x * c + rotate_half(x) * (s if x.shape[-1] < 128 else 2 * s)),
+    "another angle beyond 256 positions": lambda: rotary(
+        lambda x, c, s, q: x * c + rotate_half(x) * (s if x.shape[-2] <= 256 else 2 * s)
+    ),
+    "another angle for head_dim 128": lambda: rotary(
+        lambda x, c, s, q: x * c + rotate_half(x) * (s if x.shape[-1] < 128 else 2 * s)
+    ),
     "no gradient through the turned half": lambda: rotary(lambda x, c, s, q: x * c + rotate_half(x).detach() * s),
 }
 
@@ -258,10 +296,14 @@ ROUTERS = {
     "a temperature": lambda: router(lambda logits: top((logits / 1.1).softmax(-1))),
     "a soft cap of the scores": lambda: router(lambda logits: top((30 * torch.tanh(logits / 30)).softmax(-1))),
     "weights squared": lambda: router(lambda logits: top(logits.softmax(-1), lambda w: w.square())),
-    "an epsilon of 0.01 in the sum": lambda: router(lambda logits: top(logits.softmax(-1), lambda w: w / (w.sum(-1, keepdim=True) + 0.01))),
+    "an epsilon of 0.01 in the sum": lambda: router(
+        lambda logits: top(logits.softmax(-1), lambda w: w / (w.sum(-1, keepdim=True) + 0.01))
+    ),
     "a softmax of probabilities": lambda: router(lambda logits: top(logits.softmax(-1), lambda w: w.softmax(-1))),
     "the smallest": lambda: router(lambda logits: (-((-logits.softmax(-1)).topk(2, -1)[0]), (-logits).topk(2, -1)[1])),
-    "absolute logits": lambda: router(lambda logits: (logits.abs().topk(2, -1)[0].softmax(-1), logits.abs().topk(2, -1)[1])),
+    "absolute logits": lambda: router(
+        lambda logits: (logits.abs().topk(2, -1)[0].softmax(-1), logits.abs().topk(2, -1)[1])
+    ),
     "noise": lambda: router(lambda logits: top((logits + 1e-6 * torch.randn_like(logits)).softmax(-1))),
     "weights shifted by one": lambda: router(lambda logits: top(logits.softmax(-1), lambda w: w.roll(1, -1))),
 }

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from matching import near_misses as zoo
 from kernels import get_kernel
+from matching import near_misses as zoo
 
 npu = get_kernel("org/npu-fusion", version=1)
 match, specs = npu.matching.match, npu.specs
@@ -25,7 +25,9 @@ def test_the_zoo_is_large():
 UNSPOILT = {
     "norm": (lambda: zoo.norm(lambda s, x, n: s.scale * n), specs.Norm),
     "gated norm": (
-        lambda: zoo.gated_norm(lambda s, x, g: (s.scale * zoo.rms(x.float(), s.epsilon).to(x.dtype) * F.silu(g.float())).to(x.dtype)),
+        lambda: zoo.gated_norm(
+            lambda s, x, g: (s.scale * zoo.rms(x.float(), s.epsilon).to(x.dtype) * F.silu(g.float())).to(x.dtype)
+        ),
         specs.GatedNorm,
     ),
     "mlp": (lambda: zoo.mlp(lambda s, x, g, u: F.silu(g) * u), specs.MLP),

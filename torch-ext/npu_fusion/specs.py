@@ -2,8 +2,8 @@
 
 Attribute names are those of the matched module, so `getattr(module, spec.weight)` is its tensor and
 `getattr(module, spec.gate)` its submodule. `training=False` means that the module differs from the spec while
-`module.training` is set (dropout, noise): the layer calls the module's own forward then. Inputs outside the envelope that
-a spec states (dtypes, ranks, layouts) belong to the module's own forward too.
+`module.training` is set (dropout, noise): the layer calls the module's own forward then. Inputs outside the envelope
+that a spec states (dtypes, ranks, layouts) belong to the module's own forward too.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,12 @@ import torch
 
 @dataclass(frozen=True)
 class Declined:
-    """The module is left alone. `reason` is a phrase for the person who reads the report, with the module as its subject."""
+    """The module is left alone. `reason` is for the person who reads the report: its subject is the module."""
 
     reason: str
-    kind: Optional[str] = None  # norm | mlp | rotary | experts | router: what it nearly is; None: nothing that could be fused
+    kind: Optional[str] = (
+        None  # norm | mlp | rotary | experts | router: what it nearly is; None: nothing that could be fused
+    )
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,11 @@ class Norm:
 
     weight: Optional[str]  # vector; None: not multiplied by a weight
     eps: float
-    eps_attr: Optional[str]  # attribute that holds eps; None: a constant of the forward
     offset: int = 0  # 1: multiplied by 1 + weight
     casting_mode: str = "llama"  # as in ops.rms_norm
-    dtypes: Tuple[Tuple[torch.dtype, Optional[torch.dtype]], ...] = ()  # (x, weight) pairs seen to agree, output dtype included
+    dtypes: Tuple[
+        Tuple[torch.dtype, Optional[torch.dtype]], ...
+    ] = ()  # (x, weight) pairs seen to agree, output dtype included
     training: bool = True
 
 
@@ -39,7 +42,6 @@ class GatedNorm:
 
     weight: str
     eps: float
-    eps_attr: Optional[str]
     activation: str = "silu"  # silu | sigmoid | gelu | gelu_tanh
     gate_first: bool = False  # the gate multiplies before the norm (Mamba2), else after (Qwen3-Next)
     group_size: Optional[int] = None  # rows of this many elements are normalised; None: the whole last dimension
@@ -53,7 +55,7 @@ class GatedNorm:
 class MLP:
     """`down(act(gate(x)) * up(x))`, where gate, up and down are submodules that the forward only calls.
 
-    With one merged projection `gate == up`; `gate_half` is the half of its output (0 first, 1 second) that is activated.
+    With one merged projection `gate == up`, and `gate_half` is the half of its output (0 or 1) that is activated.
     """
 
     gate: str
@@ -69,14 +71,20 @@ class MLP:
 class Rotary:
     """`ops.rotary` for each tensor of a function or module that takes cos and sin."""
 
-    arguments: Tuple[str, ...]  # parameter names in order, up to and including cos and sin: (q, k, cos, sin), (x, sin, cos), ...
+    arguments: Tuple[
+        str, ...
+    ]  # parameter names in order, up to and including cos and sin: (q, k, cos, sin), (x, sin, cos), ...
     style: str  # half | interleaved | interleaved_to_half (pairs come in interleaved and leave as two halves)
     cos: str  # full | first_half (only its first half is read) | half_width (has head_dim / 2 columns)
     sign: int = 1  # -1: rotates the other way, as if sin were negated
-    partial: Optional[str] = None  # where x is wider than cos, its "first" or "last" columns are rotated; None: it must not be
+    partial: Optional[str] = (
+        None  # where x is wider than cos, its "first" or "last" columns are rotated; None: it must not be
+    )
     unsqueeze: Optional[int] = None  # cos and sin are unsqueezed there by default; None: broadcast as they come
     unsqueeze_argument: bool = False  # a parameter unsqueeze_dim says otherwise
-    ignored: Tuple[str, ...] = ()  # parameters that do not change the result (position_ids); others must be left at their default
+    ignored: Tuple[
+        str, ...
+    ] = ()  # parameters that do not change the result (position_ids); others must be left at their default
     dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
     upcast: bool = False  # half precision is computed in fp32 and rounded once
     ranks: Tuple[Tuple[int, int], ...] = ()  # ranks of (x, cos) seen to agree; cos has as many positions as x
@@ -86,8 +94,8 @@ class Rotary:
 class Experts:
     """Packed experts: forward(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H].
 
-    `activation` names the gate: silu | gelu | gelu_tanh | sigmoid for `act(gate) * up`; "apply_gate" for the module's own
-    `_apply_gate(gate_up)`; "act_fn" for ungated experts, `act_fn(up)`.
+    `activation` names the gate: silu | gelu | gelu_tanh | sigmoid for `act(gate) * up`; "apply_gate" for the module's
+    own `_apply_gate(gate_up)`; "act_fn" for ungated experts, `act_fn(up)`.
     """
 
     gate_up: str  # [E, 2I, H], or [E, H, 2I] where transposed
@@ -104,7 +112,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Router:
-    """Scores of `linear(x, weight)`, the top k of them, and their weights. Only a match for inference: no gradient is fused."""
+    """Scores of `linear(x, weight)`, the top k of them, and their weights. Inference only: no gradient is compared."""
 
     weight: str  # dotted name of the [E, H] matrix
     k: int
@@ -116,6 +124,8 @@ class Router:
     groups: Optional[Tuple[int, int, str, float]] = None  # (groups, groups kept, "top2sum" | "max", fill of the others)
     returns: Tuple[str, ...] = ()  # role of each returned tensor: logits | probs | weights | indices
     upcast: bool = False  # the linear is computed in fp32
-    dtypes: Tuple[Tuple[torch.dtype, torch.dtype, Tuple[torch.dtype, ...]], ...] = ()  # (x, weight, results) seen to agree
+    dtypes: Tuple[
+        Tuple[torch.dtype, torch.dtype, Tuple[torch.dtype, ...]], ...
+    ] = ()  # (x, weight, results) seen to agree
     flatten: bool = True  # takes [T, H] too; False: only [B, S, H]
     training: bool = True
