@@ -50,24 +50,30 @@ const std::set<std::string> allocations = {"aten::empty", "aten::empty_strided",
 // Copies within a device are launches; to and from the host they are torch_npu's own.
 const std::set<std::string> copies = {"aten::copy_", "aten::_to_copy"};
 
+// In-place ops that do not look at what they overwrite. In-place random ops are known by their tag.
+const std::set<std::string> overwriting = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_",
+                                           "aten::_foreach_copy_"};
+
+// The sets from here on hold names without the _ of in-place forms.
+
+// Computed or, inside count(skip_matmuls=True), not.
 const std::set<std::string> matrix_products = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot",
     "aten::matmul", "aten::matmul_backward", "aten::_grouped_mm"};
 
-// In-place ops that do not look at what they overwrite. In-place random ops are known by their tag.
-const std::set<std::string> overwriting = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::_foreach_zero_",
-                                           "aten::_foreach_copy_", "aten::eye", "aten::arange"};
-
 // Ops that look at their argument's shape only.
 const std::set<std::string> shape_only = {"aten::ones_like", "aten::zeros_like", "aten::full_like"};
 
-// Ops that read as much of their first argument as they return, and ops that write as much of it as their last tensor has.
+// Ops that read as much of their first argument as they return.
 const std::set<std::string> gathering = {"aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take"};
-const std::set<std::string> scattering = {"aten::index_put_", "aten::_index_put_impl_", "aten::index_copy_", "aten::scatter_",
-                                          "aten::index_fill_", "aten::scatter_add_", "aten::index_add_"};
+
+// Ops that in place touch as much of their first argument as their largest other one has; some add to what is there.
+const std::set<std::string> scattering = {"aten::index_put", "aten::_index_put_impl", "aten::index_copy", "aten::scatter",
+                                          "aten::scatter_add", "aten::index_add"};
+const std::set<std::string> adding = {"aten::scatter_add", "aten::index_add"};
 
 // Index tensors of these may be on the host; torch_npu moves them.
-const std::set<std::string> host_indices = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put"};
+const std::set<std::string> host_indices = {"aten::index", "aten::index_put", "aten::_index_put_impl"};
 
 // The npu has integer kernels for these, the CPU has not.
 const std::set<std::string> widened = {"aten::histc"};
@@ -238,7 +244,8 @@ enum class Access { read, update, out };  // update: an in-place argument
 class DeviceOp : public c10::OperatorKernel {
  public:
   DeviceOp(const c10::OperatorHandle& op, c10::SafeKernelFunction torch_npus)
-      : torch_npus_(std::move(torch_npus)), name_(op.schema().name()) {
+      : torch_npus_(std::move(torch_npus)), name_(op.schema().name()), base_name_(name_) {
+    if (base_name_.back() == '_') base_name_.pop_back();
     for (const auto& argument : op.schema().arguments()) {
       const bool written = argument.alias_info() && argument.alias_info()->isWrite();
       access_.push_back(!written ? Access::read : argument.kwarg_only() ? Access::out : Access::update);
@@ -260,7 +267,7 @@ class DeviceOp : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
     TORCH_CHECK(!emulator_should_fail(name_.c_str()), aclGetRecentErrMsg());
 
-    if (emulator_skip_matmuls() && matrix_products.count(name_))
+    if (emulator_skip_matmuls() && matrix_products.count(base_name_))
       fill_with_zeros(op, *stack, base, arguments, device);
     else
       compute(op, *stack, base, arguments, device);
@@ -286,7 +293,7 @@ class DeviceOp : public c10::OperatorKernel {
     for (size_t i = 0; i < arguments.size(); ++i)
       for (const auto& tensor : tensors_in(arguments[i]))
         TORCH_CHECK(!tensor.defined() || tensor.device() == *device || (tensor.is_cpu() && tensor.dim() == 0) ||
-                        (tensor.is_cpu() && arguments[i].isOptionalTensorList() && host_indices.count(name_)),
+                        (tensor.is_cpu() && arguments[i].isOptionalTensorList() && host_indices.count(base_name_)),
                     "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and ",
                     tensor.device(), "! (when checking the arguments of ", name_, ")");
     return *device;
@@ -409,40 +416,38 @@ class DeviceOp : public c10::OperatorKernel {
   };
 
   // One launch: every argument is read once, every result written once; README.md states the rules.
-  void account(const std::vector<IValue>& arguments, const std::vector<IValue>& results, const c10::FunctionSchema& schema) const {
-    uint64_t read = 0, written = 0, largest_other = 0;
+  void account(const std::vector<IValue>& arguments, const std::vector<IValue>& results,
+               const c10::FunctionSchema& schema) const {
+    uint64_t read = 0, written = 0, elements = 0;
     for (size_t i = 0; i < results.size(); ++i)
       if (!schema.returns()[i].alias_info()) written += npu_bytes(results[i]);
-    for (size_t i = 1; i < arguments.size(); ++i)
-      for (const auto& tensor : tensors_in(arguments[i])) largest_other = std::max<uint64_t>(largest_other, tensor.numel());
-    bool indices_are_masks = false;
+    bool in_place = !arguments.empty() && access_[0] == Access::update, masked = false, adds = adding.count(base_name_);
+    for (size_t i = 1; i < arguments.size(); ++i) {
+      for (const auto& tensor : tensors_in(arguments[i])) {
+        if (access_[i] == Access::out) in_place |= arguments[0].isTensor() && tensor.is_same(arguments[0].toTensor());
+        else elements = std::max<uint64_t>(elements, tensor.numel());
+        masked |= arguments[i].isOptionalTensorList() && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) &&
+                  tensor.element_size() == 1;
+      }
+      adds |= schema.arguments()[i].name() == "accumulate" && arguments[i].toBool();
+    }
+    const bool rows_only = in_place && scattering.count(base_name_);
     for (size_t i = 0; i < arguments.size(); ++i) {
       uint64_t bytes = npu_bytes(arguments[i]);
-      for (const auto& tensor : tensors_in(arguments[i]))
-        indices_are_masks |= arguments[i].isOptionalTensorList() &&
-                             (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
-      if (access_[i] == Access::out) {
-        written += bytes;
-      } else if (access_[i] == Access::read) {
-        if (shape_only.count(name_)) continue;
-        read += i == 0 && gathering.count(name_) ? std::min(bytes, written) : bytes;
-      } else if (i == 0 && scattering.count(name_)) {
-        bytes = std::min<uint64_t>(bytes, largest_other * arguments[0].toTensor().element_size());
-        written += bytes;
-        const bool accumulates = name_ == "aten::scatter_add_" || name_ == "aten::index_add_" ||
-                                 (arguments.size() > 3 && arguments[3].isBool() && arguments[3].toBool());
-        if (accumulates) read += bytes;
-      } else {
-        written += bytes;
-        if (!random_ && !overwriting.count(name_)) read += bytes;
-      }
+      if (rows_only && (i == 0 || access_[i] == Access::out))
+        bytes = std::min<uint64_t>(bytes, elements * arguments[0].toTensor().element_size());
+      if (i == 0 && gathering.count(base_name_)) bytes = std::min(bytes, written);
+      if (access_[i] != Access::read) written += bytes;
+      const bool unread = access_[i] == Access::out || shape_only.count(name_) || (rows_only && i == 0 && !adds) ||
+                          (access_[i] == Access::update && (random_ || overwriting.count(name_)));
+      if (!unread) read += bytes;
     }
     if (read + written > 0) emulator_record_launch(name_.c_str(), read, written);
-    if (waits_ && (name_ != "aten::index" || indices_are_masks)) emulator_record_host_sync();
+    if (waits_ && (base_name_ != "aten::index" || masked)) emulator_record_host_sync();
   }
 
   c10::SafeKernelFunction torch_npus_;
-  std::string name_;
+  std::string name_, base_name_;  // the second without the _ of in-place forms
   std::vector<Access> access_;
   std::optional<size_t> generator_, device_;
   bool random_ = false, waits_ = false;
