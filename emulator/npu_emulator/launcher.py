@@ -66,6 +66,8 @@ def start() -> None:
     )
     import torch
 
+    # An Ascend host has torch's CPU build. PyPI's x86 wheel is a CUDA build, whose version kernels would go by.
+    torch.version.cuda = None
     loaded = {name: ctypes.CDLL(str(LIBRARIES / f"lib{name}.so"), ctypes.RTLD_GLOBAL) for name in PRELOADED}
     import torch_npu
 
