@@ -23,11 +23,14 @@ else
 DEVICE := emulator
 endif
 
-.PHONY: help demo test lint build emulator clean
+# What is told about this user's own cache and token, or done with them, is not about those above.
+USERS := env -u HF_HOME -u XDG_CACHE_HOME -u HF_HUB_OFFLINE
+
+.PHONY: help demo test test-matrix lint build bundle publish doctor emulator clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.installed: pyproject.toml emulator/pyproject.toml
 	@echo "setting up .venv (once; PyTorch and transformers are downloaded)"
@@ -48,8 +51,20 @@ demo: $(DEVICE)  ## a real model answers, before and after its layers are swappe
 test: $(DEVICE)  ## run the tests
 	@$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
 
+test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers and kernels; writes README's table
+	@$(PY) scripts/matrix.py $(ARGS)
+
 build: $(VENV)/.installed  ## write build/torch-npu, what the Hub serves
 	@$(PY) scripts/build.py
+
+bundle: build  ## write dist/*.tar for machines without network, and say how to unpack it
+	@$(PY) scripts/bundle.py
+
+publish: build  ## say what would be published on the Hub; ARGS=--upload does it
+	@$(USERS) $(PY) scripts/publish.py $(ARGS)
+
+doctor: $(DEVICE) build  ## would layers be swapped on this machine?
+	@$(USERS) $(PY) scripts/doctor.py --emulate $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff, the formatter included
 	@$(PY) -m ruff check .
