@@ -1,9 +1,10 @@
 """Does this module compute what a fused layer computes?
 
 `match` answers by behaviour. A stand-in of the module (same class and settings, small random CPU tensors) is run
-through `type(module).forward` and compared with the reference definitions in `ops`: values, dtypes and gradients, at several
-scales, shapes and lengths, in eval and in training mode. Structure (how many linears, which ranks) only picks what is
-compared; a class name, an attribute name or a weight's value is never evidence. Modules on the meta device work too.
+through `type(module).forward` and compared with the reference definitions in `ops`: values, dtypes and gradients, at
+several scales, shapes and lengths, in eval and in training mode. Structure (how many linears, which ranks) only picks
+what is compared; a class name, an attribute name or a weight's value is never evidence. Modules on the meta device
+work too.
 
 What no finite probe sees is a forward that changes its behaviour at one particular input, such as a sequence length
 that stands neither in its class nor in its settings.
@@ -17,7 +18,8 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from ..specs import MLP, Declined, Experts, GatedNorm, Norm, Rotary, Router
+from ..specs import MLP, Declined, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
+from .decoder import match_decoder
 from .experts import match_experts
 from .mlp import match_mlp
 from .norm import match_norm
@@ -26,7 +28,7 @@ from .rotary import match_rotary
 from .router import match_router
 from .stand_in import Mismatch, is_linear, own_tensors
 
-__all__ = ["MLP", "Declined", "Experts", "GatedNorm", "Norm", "Rotary", "Router", "candidate", "match"]
+__all__ = ["MLP", "Declined", "DecoderLayer", "Experts", "GatedNorm", "Norm", "Rotary", "Router", "candidate", "match"]
 
 PROBES = {
     "norm": match_norm,
@@ -35,6 +37,7 @@ PROBES = {
     "rotary": match_rotary,
     "experts": match_experts,
     "router": match_router,
+    "decoder": match_decoder,
 }
 # what nn.Module itself keeps on an instance, and what swaps, accelerate and transformers put there
 NOT_SETTINGS = frozenset(vars(nn.Module())) | {"forward", "_npu_fusion", "_old_forward", "_hf_hook", "_kernel_funcs"}
@@ -49,11 +52,11 @@ def match(target):
         target: a module, on any device and in any dtype, or a function with parameters cos and sin.
 
     Returns:
-        Norm, GatedNorm, MLP, Rotary, Experts, Router or Declined: see specs.py.
+        Norm, GatedNorm, MLP, Rotary, Experts, Router, DecoderLayer or Declined: see specs.py.
     """
     try:
         kind = structure(target)
-        key = (kind, settings(target, opaque=kind == "mlp") if isinstance(target, nn.Module) else Same(target))
+        key = (kind, key_of(target, kind))
         if key in _answers:
             return _answers[key]
     except Mismatch as mismatch:
@@ -69,6 +72,16 @@ def match(target):
             answer = Declined(f"could not be probed: {type(error).__name__}: {str(error)[:200]}", kind)
     _answers[key] = answer
     return answer
+
+
+def key_of(target, kind):
+    if not isinstance(target, nn.Module):
+        return Same(target)
+    if kind == "decoder":  # its children are only called, and are matched by themselves
+        shell = object.__new__(type(target))
+        shell.__dict__.update(vars(target), _modules={name: nn.Identity() for name in target._modules})
+        target = shell
+    return settings(target, opaque=kind == "mlp")
 
 
 _answers = {}
@@ -94,7 +107,9 @@ def structure(target):
     if not isinstance(target, nn.Module):
         takes = {p.name for p in parameters(target)} if callable(target) else set()
         return only_if({"cos", "sin"} <= takes, "rotary", "is no module, and no function of cos and sin")
-    if type(target).__module__.startswith("torch.nn.") and type(target) is not getattr(nn, "RMSNorm", None):
+    # FSDP2 makes a subclass of every class that it shards
+    owner = next(cls for cls in type(target).__mro__ if "forward" in vars(cls))
+    if owner.__module__.startswith("torch.nn.") and owner is not getattr(nn, "RMSNorm", None):
         raise Mismatch("is one of torch's own layers", candidate=False)
     tensors, children = own_tensors(target), [child for child in target._modules.values() if child is not None]
     ranks, linears = {tensor.dim() for tensor in tensors.values()}, sum(map(is_linear, children))
@@ -108,7 +123,9 @@ def structure(target):
     if linears == 1 or 2 in ranks:
         return only_if(needed in (1, 2), "router", "its forward takes other arguments than a router's")
     if children:
-        raise Mismatch("is made of other modules", candidate=False)
+        norms = sum(candidate(child) == "norm" for child in children)
+        holds = norms == 2 and not tensors and required(target) == ["hidden_states"]
+        return only_if(holds, "decoder", "is made of other modules")
     if not tensors and {"cos", "sin"} <= {p.name for p in parameters(target)}:
         return "rotary"
     one_vector = len(tensors) == 1 and ranks == {1}

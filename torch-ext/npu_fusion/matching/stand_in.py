@@ -29,6 +29,13 @@ def own_tensors(module):
     return {name: value for name, value in owned if isinstance(value, torch.Tensor)}
 
 
+def shape_in_forward(module, tensor):
+    """transformers' expert parallelism leaves num_experts of the experts here, in weights that say the number of all."""
+    if vars(module).get("_is_expert_parallel") and tensor.dim() > 1:
+        return (module.num_experts, *tensor.shape[1:])
+    return tensor.shape
+
+
 def is_linear(module):
     """Whether it maps in_features to out_features, in whatever way: nn.Linear, quantized, wrapped by LoRA."""
     return type(getattr(module, "in_features", None)) is int and type(getattr(module, "out_features", None)) is int
@@ -88,7 +95,7 @@ def stand_in(module, sizes=None, dtype=torch.float32, training=False, scale=0.6,
     for name, tensor in own_tensors(module).items():
         if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
             raise Mismatch(f"{name} is {str(tensor.dtype)[6:]}: quantized, or not a weight")
-        shape = [sizes.get(size, size) for size in tensor.shape]
+        shape = [sizes.get(size, size) for size in shape_in_forward(module, tensor)]
         if torch.Size(shape).numel() > 1 << 22:
             raise Mismatch(f"{name} is too large to probe: {tuple(tensor.shape)}")
         seed += 2
