@@ -66,14 +66,18 @@ struct Attention {
     else given = given.slice(0, 0, sq).slice(1, 0, skv);
     return sparse_mode == 0 ? given.logical_or(outside(0)) : given;
   }
-  // Bytes of the mask that are read: of a compressed one, the corner that the sequences reach.
-  uint64_t mask_bytes() const {
-    if (!mask || sparse_mode < 2) return mask ? mask->view.nbytes() : 0;
+  std::pair<int64_t, int64_t> longest() const {
     int64_t sq = 0, skv = 0;
     for (int64_t i = 0; i < sequences(); ++i) {
       sq = std::max(sq, queries(q->view, i).size(1));
       skv = std::max(skv, keys(k->view, i).size(1));
     }
+    return {sq, skv};
+  }
+  // Bytes of the mask that are read: of a compressed one, the corner that the sequences reach.
+  uint64_t mask_bytes() const {
+    if (!mask || sparse_mode < 2) return mask ? mask->view.nbytes() : 0;
+    auto [sq, skv] = longest();
     return std::min(sq, kCompressedMask) * std::min(skv, kCompressedMask);
   }
   // Rows without any key are zeroed where the operator can tell (or is told to): otherwise they average all values.
@@ -105,7 +109,6 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
   op.require(keep_prob == 1 && !drop_mask, "dropout (keep_prob below 1) is not emulated");
   op.require(!padding_mask, "padding_mask is not supported");
   bool four = a.layout == "BNSD" || a.layout == "BSND";
-  op.require(four || a.layout == "BSH" || a.layout == "SBH" || a.packed(), "input_layout must be BSH, SBH, BSND, BNSD or TND, not ", a.layout);
   op.require_dtype("query", a.q);
   op.require_same_dtype("key", a.k, "query", a.q);
   op.require_same_dtype("value", a.v, "query", a.q);
@@ -126,7 +129,6 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
   op.require(a.sparse_mode >= 0 && a.sparse_mode <= 4, "sparse_mode ", a.sparse_mode, " is not emulated (0 to 4 are)");
   int64_t sq = 0, skv = 0;
   if (a.packed()) {
-    op.require(!a.q_ends.empty() && a.q_ends.size() == a.kv_ends.size(), "TND needs actual_seq_qlen and actual_seq_kvlen of one length");
     for (auto [name, ends, rows] : {std::tuple{"actual_seq_qlen", &a.q_ends, a.q->view.size(0)}, {"actual_seq_kvlen", &a.kv_ends, k[0]}}) {
       for (size_t i = 0; i < ends->size(); ++i) {
         int64_t previous = i == 0 ? 0 : (*ends)[i - 1], end = (*ends)[i];
@@ -152,7 +154,8 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
     op.require(m == at::IntArrayRef({kCompressedMask, kCompressedMask}), "sparse_mode ", a.sparse_mode,
                " needs the compressed upper triangular atten_mask of shape [2048, 2048], not ", m);
   } else if (a.packed()) {
-    op.require(m.size() == 2, "atten_mask must be [max Sq, max Skv] in layout TND, not ", m);
+    auto [longest_q, longest_kv] = a.longest();
+    op.require(m.size() == 2 && m[0] >= longest_q && m[1] >= longest_kv, "atten_mask must be [max Sq, max Skv] in layout TND, not ", m);
   } else {
     bool full = m.size() == 4 && (m[0] == 1 || m[0] == a.sequences()) && (m[1] == 1 || m[1] == a.heads);
     op.require((m.size() == 2 || full) && m[m.size() - 2] == sq && m.back() == skv,

@@ -20,7 +20,6 @@ struct Arguments {
   InList x, w, bias, y;
   int64_t split_item, group_type;
   bool single_y() const { return split_item >= 2; }
-  const Tensor& first_x() const { return x->tensors[0]->view; }
   const Tensor& first_w() const { return w->tensors[0]->view; }
   // Groups that one 3-D weight or a list of 2-D weights stands for.
   int64_t weights() const { return first_w().dim() == 3 ? first_w().size(0) : static_cast<int64_t>(w->tensors.size()); }
@@ -33,18 +32,16 @@ struct Arguments {
 };
 
 void check_operands(const Op& op, const Arguments& a) {
-  op.require(!a.x->tensors.empty() && !a.w->tensors.empty(), "x and weight must not be empty lists");
-  op.require(a.split_item >= 0 && a.split_item <= 3, "split_item must be 0, 1, 2 or 3, not ", a.split_item);
   In first = a.x->tensors[0];
   auto dtype = first->view.scalar_type();
   op.require_dtype("x", first);
   bool all_single = a.x->tensors.size() == 1 && a.w->tensors.size() == 1 && a.y->tensors.size() == 1;
   op.require(dtype != at::kFloat || all_single, "float32 is supported only where x, weight and y are single tensors");
-  bool x_transposed = transposed(op, "x", first->view), w_transposed = transposed(op, "weight", a.first_w());
+  bool w_transposed = transposed(op, "weight", a.first_w());
   for (In x : a.x->tensors) {
-    op.require(x->view.scalar_type() == dtype, "all x must have one dtype, not ", dtype, " and ", x->view.scalar_type());
-    op.require(x->view.size(-1) <= 65535, "the inner axis of x must be at most 65535, not ", x->view.size(-1));
-    op.require(transposed(op, "x", x->view) == x_transposed, "all x must be transposed or none");
+    int64_t inner = x->view.size(a.group_type == kSplitK ? -2 : -1);  // as it lies in memory: M where x is transposed
+    op.require(inner <= 65535, "the inner axis of x must be at most 65535, not ", inner);
+    op.require(a.group_type == kSplitK || !transposed(op, "x", x->view), "x must not be transposed unless K is split");
   }
   for (In w : a.w->tensors) {
     op.require_same_dtype("weight", w, "x", first);
@@ -54,7 +51,6 @@ void check_operands(const Op& op, const Arguments& a) {
     op.require(w->view.dim() == 2 || (w->view.dim() == 3 && a.w->tensors.size() == 1),
                "weight must be a list of 2-D tensors or one 3-D tensor");
   }
-  op.require(!(x_transposed && w_transposed), "x and weight must not both be transposed");
   if (!a.bias || a.bias->tensors.empty()) return;
   auto bias_dtype = dtype == at::kHalf ? at::kHalf : at::kFloat;
   bool stacked = a.first_w().dim() == 3;
@@ -113,9 +109,6 @@ void multiply(Op& op, const Tensor& x, const Tensor& w, const Tensor& bias, cons
 }
 
 Kernel each_pair(Op& op, const Arguments& a) {
-  op.require(a.x->tensors.size() == a.w->tensors.size() && a.y->tensors.size() == a.w->tensors.size(),
-             "x, weight and y must be lists of one length, not ", a.x->tensors.size(), ", ", a.w->tensors.size(), " and ",
-             a.y->tensors.size());
   for (size_t i = 0; i < a.x->tensors.size(); ++i) check_inner(op, a.x->tensors[i]->view, a.w->tensors[i]->view);
   return [&op, a] {
     for (size_t i = 0; i < a.x->tensors.size(); ++i)
@@ -126,12 +119,9 @@ Kernel each_pair(Op& op, const Arguments& a) {
 // Rows of x (or of the list of x, one after the other) that belong to each weight.
 Kernel split_rows(Op& op, const Arguments& a, const std::function<std::vector<int64_t>(int64_t)>& ends_of) {
   auto x_tensors = a.x->tensors;
-  op.require(!transposed(op, "x", a.first_x()), "x must not be transposed where M is split");
   op.require(a.weights() <= (a.first_w().dim() == 3 ? 1024 : 128), "at most 1024 groups (128 in a list), not ", a.weights());
   op.require(x_tensors.size() == 1 || static_cast<int64_t>(x_tensors.size()) == a.weights(),
              "x must be one tensor or one for each weight");
-  op.require(a.y->tensors.size() == 1 || static_cast<int64_t>(a.y->tensors.size()) == a.weights(),
-             "y must be one tensor or one for each weight");
   int64_t rows = 0;
   for (In x : x_tensors) {
     op.require(x->view.dim() == 2, "x must be 2-D where M is split, not ", x->view.dim(), "-D");
@@ -157,54 +147,47 @@ Kernel split_rows(Op& op, const Arguments& a, const std::function<std::vector<in
 }
 
 // x is [M, K], transposed in memory, weight [K, N]; y[g] = x[:, rows of g] @ weight[rows of g]. Empty groups give zeros.
-void check_split_inner(const Op& op, In x, In w, In y, int64_t groups) {
+void check_split_inner(const Op& op, In x, In w) {
   op.require(x->view.dim() == 2 && x->view.t().is_contiguous(),
              "x must be a transposed view [M, K] of contiguous [K, M] where K is split");
   op.require(w->view.dim() == 2 && w->view.is_contiguous(), "weight must be contiguous [K, N] where K is split");
   check_inner(op, x->view, w->view);
-  op.require(y->view.sizes() == at::IntArrayRef({groups, x->view.size(0), w->view.size(1)}), "y must be of shape [groups, ",
-             x->view.size(0), ", ", w->view.size(1), "], not ", y->view.sizes());
 }
 
 Kernel grouped_matmul(Op& op, const Arguments& a, InList quantization, In group_list, int64_t list_type, int64_t act_type) {
   op.require(!quantization || quantization->tensors.empty(), "quantised grouped matmul is not emulated");
   op.require(act_type == 0, "act_type is supported with per-token quantisation only, not ", act_type);
   check_operands(op, a);
-  In list = group_list;
-  if (list) op.reads({list});
-  switch (a.group_type) {
-    case kNoSplit:
-      op.require(!list && !a.single_y(), "group_type -1 needs split_item 0 or 1 and no group_list");
-      return each_pair(op, a);
-    case kSplitM: {
-      if (list || a.x->tensors.size() == 1) check_group_list(op, list, list_type, a.weights());
-      return split_rows(op, a, [&op, a, list, list_type](int64_t rows) {
-        if (list) return group_ends(op, list->view, list_type, rows);
-        std::vector<int64_t> ends;
-        for (In x : a.x->tensors) ends.push_back((ends.empty() ? 0 : ends.back()) + x->view.size(0));
-        return ends;
-      });
-    }
-    case kSplitK: {
-      op.require(a.single_y() && a.x->tensors.size() == 1 && a.w->tensors.size() == 1,
-                 "group_type 2 needs single tensors and split_item 2 or 3");
-      In x = a.x->tensors[0], w = a.w->tensors[0], y = a.y->tensors[0];
-      check_group_list(op, list, list_type, y->view.size(0));
-      check_split_inner(op, x, w, y, y->view.size(0));
-      return [=, &op] {
-        auto ends = group_ends(op, list->view, list_type, w->view.size(0));
-        for (int64_t g = 0, begin = 0; g < y->view.size(0); begin = ends[g++]) {
-          if (begin == ends[g]) {
-            y->view[g].zero_();
-            op.bytes_written += y->view[g].nbytes();
-          } else {
-            multiply(op, x->view.slice(1, begin, ends[g]), w->view.slice(0, begin, ends[g]), {}, y->view[g]);
-          }
-        }
-      };
-    }
+  if (group_list) op.reads({group_list});
+  if (a.group_type == kNoSplit) {
+    op.require(!group_list && !a.single_y(), "group_type -1 needs split_item 0 or 1 and no group_list");
+    return each_pair(op, a);
   }
-  op.refuse(kParamInvalid, "group_type must be -1, 0 or 2, not ", a.group_type);
+  op.require(a.single_y(), "group_type ", a.group_type, " needs split_item 2 or 3");
+  if (a.group_type == kSplitM) {
+    if (group_list || a.x->tensors.size() == 1) check_group_list(op, group_list, list_type, a.weights());
+    return split_rows(op, a, [=, &op](int64_t rows) {
+      if (group_list) return group_ends(op, group_list->view, list_type, rows);
+      std::vector<int64_t> ends;
+      for (In x : a.x->tensors) ends.push_back((ends.empty() ? 0 : ends.back()) + x->view.size(0));
+      return ends;
+    });
+  }
+  op.require(a.x->tensors.size() == 1 && a.w->tensors.size() == 1, "group_type 2 needs x and weight to be single tensors");
+  In x = a.x->tensors[0], w = a.w->tensors[0], y = a.y->tensors[0];
+  check_group_list(op, group_list, list_type, y->view.size(0));
+  check_split_inner(op, x, w);
+  return [=, &op] {
+    auto ends = group_ends(op, group_list->view, list_type, w->view.size(0));
+    for (int64_t g = 0, begin = 0; g < y->view.size(0); begin = ends[g++]) {
+      if (begin == ends[g]) {
+        y->view[g].zero_();
+        op.bytes_written += y->view[g].nbytes();
+      } else {
+        multiply(op, x->view.slice(1, begin, ends[g]), w->view.slice(0, begin, ends[g]), {}, y->view[g]);
+      }
+    }
+  };
 }
 }  // namespace
 
@@ -223,13 +206,13 @@ ACLNN(aclnnGroupedMatmulV4, (In), { op.refuse(kParamInvalid, "superseded by acln
 // The older call, of npu_grouped_matmul.List: group_list is a host list of cumulative ends.
 ACLNN(aclnnGroupedMatmul,
       (InList x, InList w, InList bias, InList scale, InList, InList, InList, Ints group_list, int64_t split_item, InList y), {
-  Arguments a{x, w, bias, y, split_item, group_list && !group_list->values.empty() ? kSplitM : kNoSplit};
-  if (a.group_type == kNoSplit && !a.single_y()) return grouped_matmul(op, a, scale, nullptr, kCumulative, 0);
-  a.group_type = kSplitM;
-  if (!group_list || group_list->values.empty()) return grouped_matmul(op, a, scale, nullptr, kCumulative, 0);
+  bool listed = group_list && !group_list->values.empty();
+  Arguments a{x, w, bias, y, split_item, listed || split_item >= 2 ? kSplitM : kNoSplit};
+  if (!listed) return grouped_matmul(op, a, scale, nullptr, kCumulative, 0);
   op.require(!scale || scale->tensors.empty(), "quantised grouped matmul is not emulated");
   check_operands(op, a);
   auto ends = group_list->values;
+  op.require(a.first_w().dim() == 2, "weight must be a list of 2-D tensors where group_list is a host list");
   op.require(static_cast<int64_t>(ends.size()) == a.weights(), "group_list must have one entry for each of the ", a.weights(),
              " weights, not ", ends.size());
   return split_rows(op, a, [&op, ends](int64_t rows) {

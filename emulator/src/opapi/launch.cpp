@@ -40,11 +40,6 @@ aclOpExecutor& aclOpExecutor::writes(std::initializer_list<Out> outputs) {
   return *this;
 }
 
-int64_t require_dim(const Op& op, In x, int64_t dim) {
-  op.require(dim >= -x->view.dim() && dim < x->view.dim(), "dim ", dim, " is out of range for x of shape ", x->view.sizes());
-  return dim < 0 ? dim + x->view.dim() : dim;
-}
-
 void leave_uninitialised(const Tensor& tensor) {
   if (tensor.is_floating_point()) tensor.fill_(std::numeric_limits<double>::quiet_NaN());
   else if (tensor.scalar_type() == at::kLong) tensor.fill_(std::numeric_limits<int64_t>::min());

@@ -61,8 +61,6 @@ struct aclOpExecutor {
 using Op = aclOpExecutor;
 
 inline Tensor f32(In tensor) { return tensor->view.to(at::kFloat); }
-// Dimension `dim` counted from the front, refused where it is out of range.
-int64_t require_dim(const Op& op, In x, int64_t dim);
 // What Ascend leaves uninitialised: NaN for floating-point types, the smallest value for integers.
 void leave_uninitialised(const Tensor& tensor);
 

@@ -14,8 +14,6 @@ Tensor sorted_places(const Tensor& order) {
 void check_expert_indices(const Op& op, In x, In indices, std::initializer_list<at::ScalarType> dtypes) {
   op.require_dtype("tokens", x);
   op.require_dtype("indices", indices, dtypes);
-  op.require(x->view.dim() == 2 && (indices->view.dim() == 1 || indices->view.dim() == 2),
-             "tokens must be 2-D and indices 1-D or 2-D");
   op.require(x->view.size(0) == indices->view.size(0), "tokens and indices must have the same number of rows, not ",
              x->view.size(0), " and ", indices->view.size(0));
   op.require(indices->view.numel() < kSortKeyLimit, "T * K must be below ", kSortKeyLimit);
@@ -38,7 +36,6 @@ struct Places {
 void check_unpermute(const Op& op, In sorted_indices, In probs, bool padded_mode) {
   op.require(!padded_mode, "padded_mode=True is not supported");
   op.require_dtype("sorted_indices", sorted_indices, at::kInt);
-  op.require(sorted_indices->view.dim() == 1, "sorted_indices must be 1-D, not ", sorted_indices->view.dim(), "-D");
   if (!probs) return;
   op.require_dtype("probs", probs);
   op.require(probs->view.dim() == 2 && probs->view.numel() == sorted_indices->view.numel(), "probs must be [T, K] with T * K = ",
@@ -84,7 +81,7 @@ ACLNN(aclnnMoeTokenUnpermute, (In permuted, In sorted_indices, In probs, bool pa
     Places places(op, sorted_indices, permuted->view.size(0));
     auto rows = places.gather(f32(permuted));
     if (probs) rows = rows * f32(probs).reshape({-1, 1});
-    tokens->view.copy_(rows.view({tokens->view.size(0), -1, permuted->view.size(1)}).sum(1));
+    tokens->view.copy_(rows.view({-1, probs ? probs->view.size(1) : 1, permuted->view.size(1)}).sum(1));
   };
 })
 
@@ -110,13 +107,11 @@ ACLNN(aclnnMoeTokenUnpermuteGrad, (In permuted, In dtokens, In sorted_indices, I
 })
 
 // row_idx[t, k] = k * T + t, and the outputs use that column-major numbering.
-ACLNN(aclnnMoeInitRouting, (In x, In row_idx, In expert_idx, int64_t active_num, Out expanded_x, Out expanded_row_idx,
+ACLNN(aclnnMoeInitRouting, (In x, In row_idx, In expert_idx, int64_t, Out expanded_x, Out expanded_row_idx,
                             Out expanded_expert_idx), {
   check_expert_indices(op, x, expert_idx, {at::kInt});
   op.require_dtype("row_idx", row_idx, at::kInt);
   op.require_same_shape("row_idx", row_idx, "expert_idx", expert_idx);
-  op.require(expert_idx->view.dim() == 2, "expert_idx must be 2-D");
-  op.require(active_num >= 0, "active_num must not be negative, but is ", active_num);
   op.reads({x, row_idx, expert_idx}).writes({expanded_x, expanded_row_idx, expanded_expert_idx});
   return [=] {
     auto experts = expert_idx->view.flatten();
@@ -205,9 +200,8 @@ ACLNN(aclnnMoeInitRoutingV3,
 
 // out[t] = x1[t] + x2[t] + sum over k of scales[t, k] * (rows[index(t, k)] + bias[expert(t, k)]); index -1 drops the row.
 ACLNN(aclnnMoeFinalizeRoutingV4,
-      (In rows, In row_idx, In x1, In x2, In bias, In scales, In expert_idx, In x, In alpha1, In alpha2, In v,
+      (In rows, In row_idx, In x1, In x2, In bias, In scales, In expert_idx, In, In, In, In,
        int64_t drop_pad_mode, Ints, Ints, Ints, int64_t, Out out), {
-  op.require(!x && !alpha1 && !alpha2 && !v, "zero, copy and constant experts are not emulated");
   op.require(drop_pad_mode >= 0 && drop_pad_mode <= 3, "drop_pad_mode must be 0 to 3, not ", drop_pad_mode);
   op.require_dtype("expanded_permuted_rows", rows);
   op.require_dtype("expanded_src_to_dst_row", row_idx, at::kInt);
