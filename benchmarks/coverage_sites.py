@@ -6,6 +6,8 @@ class's own __init__, from its own config's defaults where it needs one: on the 
 checkpoint that the defaults describe, or small and with random weights.
 """
 
+from __future__ import annotations
+
 import copy
 import csv
 import functools
@@ -14,10 +16,10 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:  # torch is imported once the device is there
+    from torch import nn
 
 CENSUS = Path(__file__).with_name("census.csv")
 
@@ -129,6 +131,8 @@ def build(site: Site, small: bool = False) -> Any:
     Raises:
         ValueError: no config of the modeling module fits; says what was tried.
     """
+    import torch
+
     cls = site.load()
     if site.kind == "rotary" and not inspect.isclass(cls):
         return cls
@@ -159,6 +163,8 @@ def make(cls: type, config: Any) -> nn.Module:
 
 def shrunk(cls: type, config: Any, like: nn.Module) -> nn.Module:
     """The same layer in small sizes: equal sizes stay equal, a multiple of another stays that multiple."""
+    import torch
+
     sizes = {size for tensor in (*like.parameters(), *like.buffers()) for size in tensor.shape if size > 64}
     small: dict[int, int] = {}
     for size in sorted(sizes):

@@ -1,0 +1,445 @@
+"""Every layer of transformers that could be swapped: is it, and does it still compute the same?
+
+    python benchmarks/coverage.py [--json FILE] [--page FILE] [--only MODULE ...] [--jobs N]
+
+Builds each site of census.csv at a small size, runs it eagerly on the NPU (an emulated one where there is none), swaps
+it with `npu.kernelize` and runs it again: forward and backward, in fp32 and bf16, on ordinary and on heavy-tailed
+inputs. Prints a table by kind of layer. Wrong means that a swapped layer differs from eager; what is not swapped runs
+transformers' own code, for the reason that is given. Nothing here is a time: see footprint.py and model.py for cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from coverage_sites import Site, build, census
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = {
+    "norm": "norms",
+    "mlp": "gated MLPs",
+    "experts": "packed experts",
+    "rotary": "rotary functions",
+    "router": "routers",
+}
+# Largest difference from eager, relative to the largest value of the tensor.
+# fp32: sums in another order, of at most some hundred terms of 2^-24 each.
+# bf16: eager rounds to 2^-9 after each step, the fused op once; the longest chain here has six such steps, and a
+# product of two rounded gradients doubles them. Where a value sits on the edge of a clamp or between two experts, the
+# gradient jumps in eager's bf16 as much as in ours: beyond the bound, ours may be no further from the fp32 result than
+# twice eager's.
+BOUNDS = {"float32": (1e-5, 2e-5), "bfloat16": (6 * 2**-9, 12 * 2**-9)}
+
+
+@dataclass
+class Result:
+    """What became of a site. `status` is verified, wrong, declined, or recognised: known, but no layer serves it."""
+
+    kind: str
+    module: str
+    name: str
+    decorated: str
+    status: str = "declined"
+    layer: str = ""
+    reason: str = ""
+    fused: dict[str, list[str]] = field(default_factory=dict)  # dtype -> torch_npu's ops that ran
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)  # dtype -> forward, backward
+
+
+# --- one process: sites one after another
+
+
+def start(local_kernels: str) -> None:
+    """Prepares a worker."""
+    global npu
+    os.environ["LOCAL_KERNELS"] = local_kernels
+    import npu_emulator
+
+    if npu_emulator.needed():
+        npu_emulator.start()
+    import logging
+    import warnings
+
+    import torch
+    import torch_npu  # noqa: F401
+    import transformers
+    from kernels import get_kernel
+
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    npu = get_kernel("org/npu-fusion", version=1)
+
+
+def check_all(sites: list[Site]) -> list[Result]:
+    return [check(site) for site in sites]
+
+
+def check(site: Site) -> Result:
+    result = Result(site.kind, site.module, site.name, site.decorated)
+    for dtype in BOUNDS:
+        try:
+            host = Host(site, dtype)
+        except Exception as error:
+            result.reason = f"cannot be built here: {type(error).__name__}: {error}"
+            return result
+        try:
+            check_dtype(host, dtype, result)
+        finally:
+            npu.restore(host.model)
+    return result
+
+
+class Host:
+    """A small model that does nothing but call the site."""
+
+    def __init__(self, site: Site, dtype: str):
+        import torch
+        from torch import nn
+
+        self.site, self.dtype = site, getattr(torch, dtype)
+        self.model = nn.Module()
+        self.model.anchor = nn.Parameter(torch.zeros(1))
+        self.target = build(site, small=True)
+        if isinstance(self.target, nn.Module) and site.kind != "rotary":
+            self.model.layer = self.target
+            self.call = self.target
+        else:
+            # a forward that looks the function up where the model's own attention does
+            scope = vars(sys.modules[f"transformers.models.{site.module}.modeling_{site.module}"])
+            forward = eval(f"lambda self, *args, **kwargs: {site.name}(*args, **kwargs)", scope)
+            self.model.layer = self.call = type("Attention", (nn.Module,), {"forward": forward})()
+        self.model.to("npu", self.dtype)
+
+    def inputs(self) -> Iterator[tuple]:
+        """Inputs that eager takes: ordinary ones, then heavy-tailed ones."""
+        import torch
+
+        def random(*shape, seed, tail=0.0):
+            generator = torch.Generator().manual_seed(seed + len(shape))
+            x = torch.randn(shape, generator=generator) * (torch.randn(shape, generator=generator) * tail).exp()
+            return x.to("npu", self.dtype)
+
+        for seed, tail in ((0, 0.0), (100, 1.0)):
+            for args in self.candidates(
+                lambda *shape, seed=seed, tail=tail: random(*shape, seed=seed + len(shape), tail=tail)
+            ):
+                try:
+                    with torch.no_grad():
+                        self.call(*(a.clone() if isinstance(a, torch.Tensor) else a for a in args))
+                except Exception:
+                    continue
+                yield args
+                break
+
+    def candidates(self, random: Callable) -> Iterator[tuple]:
+        import torch
+
+        kind, tensors = self.site.kind, list(self.model.layer.state_dict(keep_vars=True).values())
+        widths = sorted({size for tensor in tensors for size in tensor.shape if size > 1}) or [64]
+        if kind == "norm":
+            for width in widths:
+                x = random(2, 9, width)
+                yield from ((x,), (x, random(2, 9, width)))
+        if kind == "mlp":
+            yield from ((random(2, 9, width),) for width in widths)
+        if kind == "experts":
+            experts = tensors[0].shape[0]
+            index = torch.stack(
+                [torch.randperm(experts, generator=torch.Generator().manual_seed(t))[:2] for t in range(17)]
+            )
+            weights = random(17, 2).float().softmax(-1).to(self.dtype)
+            yield from ((random(17, width), index.to("npu"), weights) for width in widths)
+        if kind == "router":
+            for width in widths:
+                for shape in ((18, width), (2, 9, width)):
+                    yield (random(*shape),)
+                    yield from ((random(*shape), random(experts)) for experts in widths)
+        if kind == "rotary":
+            yield from self.rotary_candidates(random)
+
+    def rotary_candidates(self, random: Callable) -> Iterator[tuple]:
+        """Arguments of the layout that the function was recognised for."""
+        spec = npu.matching.match(self.target)
+        if isinstance(spec, npu.specs.Declined):
+            return
+        width = 32
+        columns = {"full": width, "first_half": width, "half_width": width // 2}[spec.cos]
+        shapes = {  # (ranks of x and cos), with a head for each layout
+            (4, 3): ((2, 3, 9) if spec.unsqueeze == 1 else (2, 9, 3), (2, 9)),
+            (4, 2): ((2, 3, 9) if spec.unsqueeze is None else (2, 9, 3), (9,)),
+            (3, 2): ((9, 3), (9,)),
+            (4, 4): ((2, 3, 9), (2, 1, 9)),
+            (3, 3): ((2, 9), (2, 9)),
+            (2, 2): ((9,), (9,)),
+        }
+        for ranks in spec.ranks:
+            shape, positions = shapes[ranks]
+            given = {"cos": random(*positions, columns), "sin": random(*positions, columns).roll(1, 0)}
+            yield tuple(given[name] if name in given else random(*shape, width) for name in spec.arguments)
+
+
+def check_dtype(host: Host, dtype: str, result: Result) -> None:
+    inputs = list(host.inputs())
+    eager = [evaluate(host, args) for args in inputs]
+    exact = [evaluate_in_fp32(host, args) for args in inputs] if dtype == "bfloat16" else eager
+    npu.kernelize(host.model)
+    rows = [row for row in npu.report(host.model).rows if row.swapped]
+    if not rows:
+        spec = npu.matching.match(host.target)
+        recognised = not isinstance(spec, npu.specs.Declined)
+        reasons = [row.reason for row in npu.report(host.model).rows] or [getattr(spec, "reason", "")]
+        reason = reasons[0] + (f" ({dtype})" if result.status == "verified" else "")
+        result.reason = result.reason or reason
+        if result.status == "declined" and recognised:
+            result.status, result.layer = "recognised", type(spec).__name__
+        return
+    if not inputs:
+        result.status, result.reason = "wrong", "swapped, but no input was found that eager takes"
+        return
+    result.layer = rows[0].layer
+    errors, wrong = [0.0, 0.0], False
+    with recording() as ops:
+        for args, *known in zip(inputs, eager, exact, strict=True):
+            for i, (ours, theirs, truth) in enumerate(zip(evaluate(host, args), *known, strict=True)):
+                error = difference(ours, theirs)
+                errors[i] = max(errors[i], error)
+                if error > BOUNDS[dtype][i]:
+                    wrong |= not difference(ours, truth, False) <= 2 * difference(theirs, truth, False) < float("inf")
+    result.errors[dtype], result.fused[dtype] = tuple(errors), sorted(ops)
+    if wrong:
+        result.status = "wrong"
+        result.reason = f"{dtype}: forward differs by {errors[0]:.1e}, backward by {errors[1]:.1e}"
+    elif result.status != "wrong":
+        result.status = "verified"
+
+
+def evaluate(host: Host, args: tuple) -> tuple[list, list]:
+    """(results, gradients for the floating arguments and the parameters)."""
+    import torch
+
+    leaves = [a.clone().requires_grad_(a.is_floating_point()) if isinstance(a, torch.Tensor) else a for a in args]
+    if host.site.kind == "rotary":  # cos and sin are constants to a model
+        for leaf, argument in zip(leaves, npu.matching.match(host.target).arguments, strict=True):
+            leaf.requires_grad_(argument not in ("cos", "sin"))
+    out = host.call(*(leaf.clone() for leaf in leaves))
+    outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad] + [
+        p for p in host.model.layer.parameters() if p.requires_grad
+    ]
+    moving = [o for o in outs if o.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    cotangents = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in moving]
+    gradients = torch.autograd.grad(moving, wanted, cotangents, allow_unused=True) if moving else []
+    return [o.detach() for o in outs], list(gradients)
+
+
+def evaluate_in_fp32(host: Host, args: tuple) -> tuple[list, list]:
+    """The same with the same numbers, rounded nowhere but at the end."""
+    import torch
+
+    host.model.float()
+    try:
+        return evaluate(host, tuple(a.float() if a.is_floating_point() else a for a in args))
+    finally:
+        host.model.to(host.dtype)
+        torch.npu.synchronize()
+
+
+def difference(ours: list, theirs: list, dtypes: bool = True) -> float:
+    """Largest difference relative to the largest value; inf where one has what the other has not, or another dtype."""
+    worst = 0.0 if len(ours) == len(theirs) else float("inf")
+    for a, b in zip(ours, theirs, strict=False):
+        if a is None or b is None:
+            worst = worst if a is b else float("inf")
+        elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
+            worst = float("inf")
+        elif a.numel():
+            a, b = a.cpu().double(), b.cpu().double()
+            error = ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+class recording:
+    """The torch_npu ops that run inside, by name."""
+
+    def __enter__(self) -> set[str]:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        seen: set[str] = set()
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function.namespace == "npu":
+                    seen.add(function.overloadpacket.__name__)
+                return function(*args, **(kwargs or {}))
+
+        self.mode = Record()
+        self.mode.__enter__()
+        return seen
+
+    def __exit__(self, *error: Any) -> None:
+        self.mode.__exit__(*error)
+
+
+# --- all processes
+
+
+def sweep(sites: list[Site], jobs: int) -> list[Result]:
+    families: dict[str, list[Site]] = {}
+    for site in sites:
+        families.setdefault(site.module, []).append(site)
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="npu-fusion-build-") as directory:
+        local = os.environ.get("LOCAL_KERNELS")
+        if local is None:
+            runpy.run_path(str(ROOT / "scripts" / "build.py"))["build"](Path(directory))
+            local = f"org/npu-fusion={directory}"
+        pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=start, initargs=(local,))
+        with pool, progress(len(sites)) as advance:
+            tasks = [pool.submit(check_all, group) for group in families.values()]
+            for task in as_completed(tasks):
+                results += task.result()
+                advance(len(task.result()), f"{task.result()[0].module:24.24}")
+    order = {(site.kind, site.module, site.name): i for i, site in enumerate(sites)}
+    return sorted(results, key=lambda r: order[r.kind, r.module, r.name])
+
+
+class progress:
+    def __init__(self, total: int):
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar, self.total = Progress(*columns, console=Console(stderr=True)), total
+
+    def __enter__(self) -> Callable[[int, str], None]:
+        self.bar.start()
+        task = self.bar.add_task("starting", total=self.total)
+        return lambda count, what: self.bar.update(task, advance=count, description=what)
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.stop()
+
+
+def summary(results: list[Result]) -> dict[str, dict[str, Any]]:
+    kinds = {}
+    for kind in KINDS:
+        mine = [r for r in results if r.kind == kind]
+        status = Counter(r.status for r in mine)
+        kinds[kind] = {
+            "sites": len(mine),
+            "recognised": len(mine) - status["declined"],
+            "swapped": status["verified"] + status["wrong"],
+            "fused": sum(bool(r.fused) and all(r.fused.values()) for r in mine),
+            "verified": status["verified"],
+            "declined": status["declined"] + status["recognised"],
+            "wrong": status["wrong"],
+            "reasons": dict(Counter(r.reason for r in mine if r.status in ("declined", "recognised")).most_common()),
+        }
+    return kinds
+
+
+def families(results: list[Result]) -> list[dict[str, Any]]:
+    """Every modeling module of the installed transformers, those without such layers included."""
+    import importlib.util
+
+    models = Path(importlib.util.find_spec("transformers").origin).parent / "models"
+    names = sorted(
+        path.parent.name for path in models.glob("*/modeling_*.py") if path.stem == f"modeling_{path.parent.name}"
+    )
+    sites: dict[str, list] = {name: [] for name in names}
+    for result in results:
+        sites.setdefault(result.module, []).append(asdict(result))
+    return [{"family": name, "sites": found} for name, found in sites.items()]
+
+
+COLUMNS = ("sites", "recognised", "swapped", "fused", "verified", "declined", "wrong")
+
+
+def table(kinds: dict[str, dict[str, Any]]) -> list[str]:
+    header = f"{'':18}" + "".join(f"{column:>12}" for column in COLUMNS)
+    return [header, *(f"{KINDS[kind]:18}" + "".join(f"{row[c]:>12}" for c in COLUMNS) for kind, row in kinds.items())]
+
+
+def page(kinds: dict[str, dict[str, Any]], found: list[dict[str, Any]], transformers: str) -> str:
+    """docs/coverage.md: what is swapped, to look a model up in."""
+    with_sites = [family for family in found if family["sites"]]
+    lines = [
+        "# What is swapped in which model",
+        "",
+        f"Written by `make coverage` with transformers {transformers}: every layer was built small, swapped by",
+        "`npu.kernelize` and compared with eager, forward and backward, in fp32 and bf16, on an emulated NPU where there",
+        "is no real one. No list decides what is swapped: each layer is probed. Nothing here says how fast anything is.",
+        "",
+        f"| | {' | '.join(COLUMNS)} |",
+        f"| --- |{' ---: |' * len(COLUMNS)}",
+        *(f"| {KINDS[kind]} | {' | '.join(str(row[c]) for c in COLUMNS)} |" for kind, row in kinds.items()),
+        "",
+        "Recognised: matching knows what it computes. Swapped: a layer of npu-fusion runs. Fused: ops of torch_npu run",
+        "in both dtypes. Declined: transformers' own code runs, for the reason given below. Wrong: it differs from eager.",
+        "",
+        f"## By model: {len(with_sites)} of {len(found)} modeling modules have such layers",
+        "",
+        "Verified of all, by kind. Names are those of `transformers.models`.",
+        "",
+        f"| model | {' | '.join(KINDS.values())} | left alone |",
+        f"| --- |{' ---: |' * len(KINDS)} --- |",
+    ]
+    for family in with_sites:
+        cells = []
+        for kind in KINDS:
+            mine = [site for site in family["sites"] if site["kind"] == kind]
+            cells.append(f"{sum(s['status'] == 'verified' for s in mine)}/{len(mine)}" if mine else "")
+        alone = ", ".join(f"`{s['name']}`" for s in family["sites"] if s["status"] != "verified")
+        lines.append(f"| {family['family']} | {' | '.join(cells)} | {alone} |")
+    lines += ["", "## What is left alone, and why", "", "| layer | reason |", "| --- | --- |"]
+    for family in with_sites:
+        for site in family["sites"]:
+            if site["status"] != "verified":
+                reason = site["reason"].replace("|", "\\|")
+                lines.append(f"| `{site['module']}.{site['name']}` | {site['status']}: {reason} |")
+    without = [family["family"] for family in found if not family["sites"]]
+    lines += ["", "## Models without such layers", "", ", ".join(without) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--page", type=Path, help="write docs/coverage.md there")
+    parser.add_argument("--only", nargs="+", metavar="MODULE", help="modeling modules, such as qwen3_moe")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    from importlib.metadata import version
+
+    results = sweep([s for s in census() if not options.only or s.module in options.only], options.jobs)
+    kinds, found = summary(results), families(results)
+    print("\n".join(table(kinds)))
+    for result in results:
+        if result.status == "wrong":
+            print(f"wrong: {result.module}.{result.name}: {result.reason}")
+    data = {"transformers": version("transformers"), "kinds": kinds, "families": found}
+    if options.json:
+        options.json.write_text(json.dumps(data, indent=1))
+    if options.page:
+        options.page.write_text(page(kinds, found, data["transformers"]))
+    sys.exit(any(result.status == "wrong" for result in results))
+
+
+if __name__ == "__main__":
+    main()
