@@ -18,9 +18,14 @@ def fuse():
         npu.restore(model)
 
 
+@pytest.fixture(autouse=True)
+def unregistered():
+    """No test sees what another registered or named; models that it swapped are its own to restore."""
+    yield
+    npu.unregister()
+
+
 @pytest.fixture
 def registered():
-    """`register()`, undone after the test; what was swapped meanwhile is the test's to restore."""
     npu.register()
-    yield npu
-    npu.unregister()
+    return npu

@@ -21,19 +21,19 @@ MOE = {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_si
 
 # family: (config class, settings, places that must be swapped in the two layers)
 FAMILIES = {
-    "llama": ("LlamaConfig", SMALL, {"RMSNorm": 5, "SwiGLUMLP": 2, "rotary_pos_emb": 2}),
-    "qwen2": ("Qwen2Config", SMALL, {"RMSNorm": 5, "SwiGLUMLP": 2, "rotary_pos_emb": 2}),
-    "qwen3": ("Qwen3Config", SMALL, {"RMSNorm": 9, "SwiGLUMLP": 2, "rotary_pos_emb": 2}),
+    "llama": ("LlamaConfig", SMALL, {"RMSNorm": 5, "SwiGLUMLP": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2}),
+    "qwen2": ("Qwen2Config", SMALL, {"RMSNorm": 5, "SwiGLUMLP": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2}),
+    "qwen3": ("Qwen3Config", SMALL, {"RMSNorm": 9, "SwiGLUMLP": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2}),
     "qwen2_moe": (
         "Qwen2MoeConfig",
         {**MOE, "shared_expert_intermediate_size": 32},
-        {"RMSNorm": 5, "SwiGLUMLP": 2, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2},
+        {"RMSNorm": 5, "SwiGLUMLP": 2, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2},
     ),
-    "qwen3_moe": ("Qwen3MoeConfig", MOE, {"RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", MOE, {"RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2}),
     "mixtral": (
         "MixtralConfig",
         {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},
-        {"RMSNorm": 5, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2},
+        {"RMSNorm": 5, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2},
     ),
 }
 

@@ -105,9 +105,9 @@ def set_forward(module: nn.Module, forward: Any) -> None:
         module.__dict__.pop("forward", None)
 
 
+# what the forward of a swapped instance is bound to
 FORWARDS = {
-    getattr(layers, name).forward
-    for name in ("RMSNorm", "RMSNormGated", "SwiGLUMLP", "GeGLUMLP", "rotary_pos_emb", "MoEExperts", "TopKRouter")
+    layer.forward for layer in vars(layers).values() if isinstance(layer, type) and issubclass(layer, nn.Module)
 }
 
 
@@ -227,7 +227,7 @@ def release(model: nn.Module, site: Site) -> None:
     if isinstance(function, nn.Module):
         for attribute in (SPEC, USERS, "forward"):
             function.__dict__.pop(attribute, None)
-    else:
+    elif SPEC in function.__dict__:  # several modules of a file share the function: the first one gave it back
         site.scope[site.attribute] = function.__wrapped__
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import ops
 from .matching import match
-from .specs import MLP, Experts, GatedNorm, Norm, Rotary, Router
+from .specs import MLP, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 SPEC = "_npu_fusion"  # where an instance keeps its spec; in __dict__, so that reading it costs a dictionary look-up
 
@@ -74,13 +74,18 @@ class RMSNormGated(nn.Module):
         )
 
 
+def has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether its weight and bias say all that calling it would do: no LoRA, quantization, hook, wrapper or DTensor."""
     return (
         type(module) is nn.Linear
         and "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
-        and not module._backward_pre_hooks
+        and not has_hooks(module)
         and not is_traceable_wrapper_subclass(module.weight)
     )
 
@@ -267,3 +272,27 @@ class TopKRouter(nn.Module):
             )
         outputs = {"logits": logits.to(dtypes.get("logits")), "weights": weights.to(dtypes["weights"]), "indices": index}
         return tuple(outputs[role] for role in spec.returns)
+
+
+class PreNormDecoderLayer(nn.Module):
+    """hidden_states [B, S, H] -> [B, S, H]: the residual is added and normalised in one launch: see `specs.DecoderLayer`."""
+
+    def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        spec = spec_of(self)
+        norm = self._modules[spec.post_norm] if type(spec) is DecoderLayer else None
+        norm_spec = norm is not None and spec_of(norm)
+        if args or not (
+            type(norm_spec) is Norm
+            and norm_spec.casting_mode == "llama"
+            and norm_spec.weight is not None
+            and norm_spec.offset == 0
+            and getattr(norm.__dict__.get("forward"), "__func__", None) is RMSNorm.forward
+            and not has_hooks(norm)
+        ):
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        arguments = {**dict(spec.arguments), **{k: v for k, v in kwargs.items() if k not in spec.ignored}}
+        normed = self._modules[spec.input_norm](hidden_states)
+        attended = self._modules[spec.attention](hidden_states=normed, **arguments)[0]
+        weight = getattr(norm, norm_spec.weight)
+        normed, residual = ops.add_rms_norm(attended, hidden_states, weight, norm_spec.eps)
+        return residual + self._modules[spec.mlp](normed)

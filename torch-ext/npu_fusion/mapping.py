@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Union
 
 from . import layers
-from .specs import MLP, Declined, Experts, GatedNorm, Norm, Rotary, Router
+from .specs import MLP, Declined, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 HERE = Path(__file__).resolve().parent
 HUB_REPOSITORY = "org/npu-fusion"
@@ -37,6 +37,8 @@ def layer_for(spec) -> Union[str, Declined]:
         return layer or Declined(f"no fused op multiplies by {spec.activation}(gate)")
     if isinstance(spec, Experts):
         return "MoEExperts"
+    if isinstance(spec, DecoderLayer):
+        return "PreNormDecoderLayer"
     return why_not_routed(spec) or "TopKRouter"
 
 
@@ -55,8 +57,12 @@ def why_not_routed(spec: Router) -> Optional[Declined]:
     return None
 
 
+class OwnRepository:
+    """What kernels calls a repository, if it is ours: kernels only needs its `load`."""
+
+
 @dataclass(frozen=True)
-class LoadedLayerRepository:
+class LoadedLayerRepository(OwnRepository):
     """A layer of this kernel, as it was loaded: what kernels calls a repository, without a request or a second import."""
 
     layer_name: str
@@ -104,5 +110,5 @@ def users_entries(layer_name: str, defaults: Dict[Any, Any]) -> Dict[Any, Any]:
     return {
         mode: repository
         for mode, repository in registered(layer_name).items()
-        if not isinstance(repository, LoadedLayerRepository) and defaults.get(mode) is not repository
+        if not isinstance(repository, OwnRepository) and defaults.get(mode) is not repository
     }

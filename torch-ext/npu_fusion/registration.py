@@ -8,14 +8,14 @@ The name follows from the structure; whether an instance is swapped is decided b
 import functools
 import inspect
 from types import FunctionType
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from . import integration, layers
 from .layers import SPEC, spec_of
-from .mapping import PREFIX, LoadedLayerRepository, import_kernels, layer_for, layer_map, registered, users_entries
+from .mapping import PREFIX, OwnRepository, import_kernels, layer_for, layer_map, registered, users_entries
 from .matching import candidate, match
 from .specs import Declined, Rotary
 
@@ -26,6 +26,7 @@ LAYER_OF_KIND = {
     "mlp": "SwiGLUMLP",
     "experts": "MoEExperts",
     "router": "TopKRouter",
+    "decoder": "PreNormDecoderLayer",
 }
 
 
@@ -44,33 +45,36 @@ def parameter_kinds(forward: Any) -> List[Any]:
     return [parameter.kind for parameter in inspect.signature(forward).parameters.values()]
 
 
-class FunctionRepository:
-    """What kernels calls a repository, for a layer with the signature of one rotary function."""
+class SignatureRepository(OwnRepository):
+    """For a layer with the very signature of what it takes the place of, since kernels compares the two."""
 
-    def __init__(self, original: FunctionType, spec: Rotary):
-        fused = layers.rotary_function(original, spec)
-
-        class rotary_function(nn.Module):
+    def __init__(self, forward: Callable, parameters: Iterable[inspect.Parameter]) -> None:
+        class Layer(nn.Module):
             can_torch_compile = True
 
             def forward(self, *args, **kwargs):
-                return fused(*args, **kwargs)
+                return forward(self, *args, **kwargs)
 
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(original).parameters.values()
-        rotary_function.forward.__signature__ = inspect.Signature([itself, *parameters])
-        integration.FORWARDS.add(rotary_function.forward)
-        self.layer = rotary_function
+        Layer.forward.__signature__ = inspect.Signature(list(parameters))
+        integration.FORWARDS.add(Layer.forward)
+        self.layer = Layer
 
-    def __deepcopy__(self, memo: Any) -> "FunctionRepository":
+    def __deepcopy__(self, memo: Any) -> "SignatureRepository":
         return self  # kernels copies its map and looks layers up by equality
 
     def load(self) -> type:
         return self.layer
 
 
+def function_repository(original: FunctionType, spec: Rotary) -> SignatureRepository:
+    fused = layers.rotary_function(original, spec)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [itself, *inspect.signature(original).parameters.values()]
+    return SignatureRepository(lambda self, *args, **kwargs: fused(*args, **kwargs), parameters)
+
+
 class Names:
-    """The names given to classes and functions that had none, so that they can be taken back."""
+    """The names given to classes and functions that had none, so that they can be taken back. One for the process."""
 
     def __init__(self) -> None:
         self.kernels = import_kernels()
@@ -79,19 +83,25 @@ class Names:
         self.repositories: Dict[str, Any] = {name: entry["npu"] for name, entry in layer_map().items()}
 
     def name_class(self, module: nn.Module) -> None:
-        cls, layer = type(module), LAYER_OF_KIND.get(candidate(module))
+        cls, kind = type(module), candidate(module)
+        layer = LAYER_OF_KIND.get(kind)
         if layer is None or cls in self.conditions:
             return
         if "kernel_condition" in vars(cls) and cls.kernel_layer_name in self.repositories:
             self.conditions[cls] = vars(cls)["kernel_condition"]
             cls.kernel_condition = staticmethod(remember)
         elif not hasattr(cls, "kernel_layer_name"):
-            if parameter_kinds(cls.forward) != parameter_kinds(getattr(layers, layer).forward):
+            name, forward = PREFIX + layer, getattr(layers, layer).forward
+            if kind == "decoder":  # every class takes other arguments
+                name = f"{PREFIX}{cls.__module__}.{cls.__qualname__}"
+                parameters = inspect.signature(cls.forward).parameters.values()
+                self.repositories[name] = SignatureRepository(forward, parameters)
+            elif parameter_kinds(cls.forward) != parameter_kinds(forward):
                 return
             replace = self.kernels.replace_kernel_forward_from_hub
             asks = "condition" in inspect.signature(replace).parameters
             if asks or condition(module):  # kernels 0.16 cannot ask; there the layer itself asks at its first forward
-                replace(cls, PREFIX + layer, **({"condition": condition} if asks else {}))
+                replace(cls, name, **({"condition": condition} if asks else {}))
                 self.conditions[cls] = None
 
     def name_functions(self, cls: type) -> None:
@@ -107,7 +117,7 @@ class Names:
             function = self.kernels.use_kernel_forward_from_hub(name)(original)
             functools.update_wrapper(function, original, updated=())
             self.functions[id(scope), attribute] = scope, original, function
-            self.repositories[name] = FunctionRepository(original, spec)
+            self.repositories[name] = function_repository(original, spec)
             scope[attribute] = function
 
     def attach_functions(self, module: nn.Module) -> None:
@@ -143,7 +153,7 @@ class Registration:
     """Everything that register() changed, so that unregister() can take it back."""
 
     def __init__(self, mapping: Dict[str, Any]) -> None:
-        self.names = Names()
+        self.names = names()
         self.seen: Set[type] = set()
         self.mapping = mapping
         self.upstream = integration.transformers_layer_map()
@@ -179,13 +189,12 @@ class Registration:
 
     def take_back(self) -> None:
         self.hook.remove()
-        self.names.take_back()
         given = [repository for entry in self.mapping.values() for repository in repositories(entry.get("npu"))]
         for name in {*self.names.repositories, *self.mapping}:
             kept = {
                 mode: repository
                 for mode, repository in registered(name).items()
-                if not isinstance(repository, (LoadedLayerRepository, FunctionRepository)) and repository not in given
+                if not isinstance(repository, OwnRepository) and repository not in given
             }
             self.register({name: {"npu": {**self.displaced.get(name, {}), **kept}}})
         for name, default in self.defaults.items():
@@ -200,6 +209,14 @@ def repositories(entry: Any) -> List[Any]:
 
 
 _active: Optional[Registration] = None
+_names: Optional[Names] = None
+
+
+def names() -> Names:
+    global _names
+    if _names is None:
+        _names = Names()
+    return _names
 
 
 def register(mapping: Optional[Dict[str, Any]] = None) -> None:
@@ -224,10 +241,12 @@ def register(mapping: Optional[Dict[str, Any]] = None) -> None:
 
 def unregister() -> None:
     """Take back what `register` did. Models that were swapped stay so: see `restore`."""
-    global _active
+    global _active, _names
     if _active is not None:
         _active.take_back()
-        _active = None
+    if _names is not None:
+        _names.take_back()
+    _active = _names = None
 
 
 @functools.lru_cache(maxsize=None)
@@ -252,22 +271,22 @@ def kernel_config_class() -> type:
         def create_compatible_mapping(self, model: nn.Module, compile: bool = False) -> None:
             """transformers calls this with the model in hand, right before kernels swaps by name."""
             super().create_compatible_mapping(model, compile)
-            names, left_out = Names(), set()
+            known, left_out = names(), set()
             for site in integration.sites(model):
                 layer = layer_for(site.spec)
                 if isinstance(layer, str) and not integration.chosen(site, layer, self.only, self.exclude):
                     layer = Declined(integration.LEFT_OUT)
                 if site.scope is None:
                     site.module.__dict__[SPEC] = layer if isinstance(layer, Declined) else site.spec
-                    names.name_class(site.module)
+                    known.name_class(site.module)
                 else:
-                    names.name_functions(type(site.module))
-                    names.attach_functions(site.module)
+                    known.name_functions(type(site.module))
+                    known.attach_functions(site.module)
                     if isinstance(layer, Declined):
                         left_out.add(type(site.scope[site.attribute]).kernel_layer_name)
-            for name, repository in names.repositories.items():
+            for name, repository in known.repositories.items():
                 theirs = self.kernel_mapping.get(name, {}).get("npu", {})
-                ours = {} if name in left_out else with_ours(names.kernels, repository, theirs)
+                ours = {} if name in left_out else with_ours(known.kernels, repository, theirs)
                 self.kernel_mapping[name] = {"npu": ours or theirs}
 
     return KernelConfig

@@ -129,3 +129,15 @@ class Router:
     ] = ()  # (x, weight, results) seen to agree
     flatten: bool = True  # takes [T, H] too; False: only [B, S, H]
     training: bool = True
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """x + attention(norm(x)), and to that its own mlp(norm(...)): the four are submodules that the forward only calls."""
+
+    input_norm: str
+    attention: str  # called with hidden_states=, and returns a tuple of which the first is used
+    post_norm: str
+    mlp: str
+    arguments: Tuple[Tuple[str, object], ...] = ()  # parameters that are handed on to the attention, with their defaults
+    ignored: Tuple[str, ...] = ()  # parameters that are not
