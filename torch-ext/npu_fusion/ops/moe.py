@@ -57,7 +57,9 @@ class _Permute(torch.autograd.Function):
             hidden_states,
             top_k_index.int(),
             active_num=top_k_index.numel(),
-            expert_num=num_experts + expert_parallel,
+            # One more for what is not here. That also keeps torch_npu off aclnnMoeInitRoutingV2, which it takes for
+            # exactly 128 experts and H = 2048 on CANN before 8.5, and whose counts are int32.
+            expert_num=num_experts + 1,
             drop_pad_mode=0,
             expert_tokens_num_type=1,  # counts
             expert_tokens_num_flag=True,
