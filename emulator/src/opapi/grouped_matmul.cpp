@@ -1,5 +1,6 @@
 // Grouped matrix products y_g = x_g @ w_g (+ bias_g), accumulated in float32. Strides matter here: a view that swaps the
-// last two dimensions of contiguous memory is "transposed" and costs nothing; other strides have no meaning.
+// last two dimensions of contiguous memory is "transposed" and costs nothing; anything else is first copied to contiguous
+// memory (CANN's aclnn_grouped_matmul.cpp: IsTransposeLastTwoDims, ParamsDataContiguous).
 #include "launch.h"
 
 #include "../footprint.h"
@@ -9,11 +10,12 @@ namespace {
 constexpr int64_t kNoSplit = -1, kSplitM = 0, kSplitK = 2;
 constexpr int64_t kCumulative = 0, kCounts = 1;
 
-bool transposed(const Op& op, const char* argument, const Tensor& tensor) {
-  if (tensor.is_contiguous()) return false;
-  op.require(tensor.dim() >= 2 && tensor.transpose(-1, -2).is_contiguous(), argument, " of shape ", tensor.sizes(),
-             " and strides ", tensor.strides(), " is neither contiguous nor a transposed view");
-  return true;
+bool transposed(const Tensor& tensor) {
+  return !tensor.is_contiguous() && tensor.dim() >= 2 && tensor.transpose(-1, -2).is_contiguous();
+}
+
+void count_copy(Op& op, const Tensor& tensor) {
+  if (!tensor.is_contiguous() && !transposed(tensor)) op.copies.emplace_back(footprint(tensor), tensor.nbytes());
 }
 
 struct Arguments {
@@ -31,23 +33,25 @@ struct Arguments {
   }
 };
 
-void check_operands(const Op& op, const Arguments& a) {
+void check_operands(Op& op, const Arguments& a) {
   In first = a.x->tensors[0];
   auto dtype = first->view.scalar_type();
   op.require_dtype("x", first);
   bool all_single = a.x->tensors.size() == 1 && a.w->tensors.size() == 1 && a.y->tensors.size() == 1;
   op.require(dtype != at::kFloat || all_single, "float32 is supported only where x, weight and y are single tensors");
-  bool w_transposed = transposed(op, "weight", a.first_w());
+  bool w_transposed = transposed(a.first_w());
   for (In x : a.x->tensors) {
     int64_t inner = x->view.size(a.group_type == kSplitK ? -2 : -1);  // as it lies in memory: M where x is transposed
     op.require(inner <= 65535, "the inner axis of x must be at most 65535, not ", inner);
-    op.require(a.group_type == kSplitK || !transposed(op, "x", x->view), "x must not be transposed unless K is split");
+    op.require(a.group_type == kSplitK || !transposed(x->view), "x must not be transposed unless K is split");
+    count_copy(op, x->view);
   }
   for (In w : a.w->tensors) {
     op.require_same_dtype("weight", w, "x", first);
     int64_t inner = w->view.size(w_transposed ? -2 : -1);
     op.require(inner <= 65535, "the inner axis of weight must be at most 65535, not ", inner);
-    op.require(transposed(op, "weight", w->view) == w_transposed, "all weights must be transposed or none");
+    op.require(transposed(w->view) == w_transposed, "all weights must be transposed or none");
+    count_copy(op, w->view);
     op.require(w->view.dim() == 2 || (w->view.dim() == 3 && a.w->tensors.size() == 1),
                "weight must be a list of 2-D tensors or one 3-D tensor");
   }
@@ -150,7 +154,7 @@ Kernel split_rows(Op& op, const Arguments& a, const std::function<std::vector<in
 void check_split_inner(const Op& op, In x, In w) {
   op.require(x->view.dim() == 2 && x->view.t().is_contiguous(),
              "x must be a transposed view [M, K] of contiguous [K, M] where K is split");
-  op.require(w->view.dim() == 2 && w->view.is_contiguous(), "weight must be contiguous [K, N] where K is split");
+  op.require(w->view.dim() == 2 && !transposed(w->view), "weight must be a plain [K, N] where K is split");
   check_inner(op, x->view, w->view);
 }
 
