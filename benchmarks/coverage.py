@@ -98,6 +98,8 @@ def check(site: Site) -> Result:
             return result
         try:
             check_dtype(host, dtype, result)
+        except Exception as error:  # eager ran: see Host.inputs
+            result.status, result.reason = "wrong", f"{dtype}: raised {type(error).__name__}: {str(error)[:200]}"
         finally:
             npu.restore(host.model)
     return result
@@ -236,7 +238,7 @@ def evaluate(host: Host, args: tuple) -> tuple[list, list]:
         for leaf, argument in zip(leaves, npu.matching.match(host.target).arguments, strict=True):
             leaf.requires_grad_(argument not in ("cos", "sin"))
     out = host.call(*(leaf.clone() for leaf in leaves))
-    outs = list(out) if isinstance(out, (tuple, list)) else [out]
+    outs = [o for o in (out if isinstance(out, (tuple, list)) else [out]) if isinstance(o, torch.Tensor)]
     wanted = [leaf for leaf in leaves if leaf.requires_grad] + [
         p for p in host.model.layer.parameters() if p.requires_grad
     ]
@@ -383,15 +385,15 @@ def page(kinds: dict[str, dict[str, Any]], found: list[dict[str, Any]], transfor
         "# What is swapped in which model",
         "",
         f"Written by `make coverage` with transformers {transformers}: every layer was built small, swapped by",
-        "`npu.kernelize` and compared with eager, forward and backward, in fp32 and bf16, on an emulated NPU where there",
-        "is no real one. No list decides what is swapped: each layer is probed. Nothing here says how fast anything is.",
+        "`npu.kernelize` and compared with eager, forward and backward, in fp32 and bf16, on an emulated NPU where",
+        "there is no real one. No list decides what is swapped: each layer is probed. Nothing here is about speed.",
         "",
         f"| | {' | '.join(COLUMNS)} |",
         f"| --- |{' ---: |' * len(COLUMNS)}",
         *(f"| {KINDS[kind]} | {' | '.join(str(row[c]) for c in COLUMNS)} |" for kind, row in kinds.items()),
         "",
-        "Recognised: matching knows what it computes. Swapped: a layer of npu-fusion runs. Fused: ops of torch_npu run",
-        "in both dtypes. Declined: transformers' own code runs, for the reason given below. Wrong: it differs from eager.",
+        "Recognised: matching knows what it computes. Swapped: a layer of npu-fusion runs. Fused: ops of torch_npu",
+        "run in both dtypes. Declined: transformers' own code runs, for the reason below. Wrong: differs from eager.",
         "",
         f"## By model: {len(with_sites)} of {len(found)} modeling modules have such layers",
         "",

@@ -13,41 +13,47 @@ import argparse
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from cases import MODES, PARTS, TOKENS, Case, cases, limit
 
 ROOT = Path(__file__).resolve().parent.parent
 EAGER, OURS = "transformers", "npu-fusion"
+ATTENTION = "flash_attention_2"  # on an NPU, transformers runs torch_npu's fused attention under this name
 
 
 # --- one process: one implementation, all cases
 
 
-def measure(implementation: str, wanted: list[Case], modes: tuple[str, ...] = MODES) -> Iterator[dict]:
+def measure(
+    implementation: str, wanted: list[Case], modes: tuple[str, ...] = MODES, attention: str = ATTENTION
+) -> Iterator[dict]:
     """Rows of the table for one implementation. To be called once in a process: patches of classes are not taken back.
 
     Args:
         implementation: "transformers", "npu-fusion" or a peer of peers.py.
+        attention: transformers' attn_implementation, the same for every implementation.
     """
     import npu_emulator
 
     npu_emulator.start()
     adopt = _adopter(implementation)
     for mode in modes:
-        model, made = None, None
-        for case in wanted:
-            if made != (case.shape, mode):
-                model, made = _model(case.shape, training=mode != "forward"), (case.shape, mode)
-                adopt(model)
-            yield {"name": case.name, "impl": implementation, "mode": mode, "scale": case.scale, **_count(model, case, mode)}
+        for (part, shape), group in itertools.groupby(wanted, key=lambda case: (case.part, case.shape)):
+            model = _model(shape, attention, training=mode != "forward")
+            adopt(model)
+            with _on_npu(model, part, mode != "forward") as module:
+                for case in group:
+                    row = _count(model, module, case, mode)
+                    yield {"name": case.name, "impl": implementation, "mode": mode, "scale": case.scale, **row}
             gc.collect()
 
 
@@ -71,7 +77,7 @@ def _adopter(implementation: str):
     return lambda model: peers.patch_model(implementation, model, directory)
 
 
-def _model(shape, training: bool):
+def _model(shape, attention: str, training: bool):
     """A model of one decoder layer on the meta device."""
     import torch
 
@@ -94,26 +100,53 @@ def _model(shape, training: bool):
         for attribute in ("num_experts", "num_local_experts", "n_routed_experts"):
             if hasattr(config, attribute):
                 setattr(config, attribute, shape.experts)
+    if shape.q_lora:
+        config.n_group, config.topk_group = _expert_groups(shape)
     with torch.device("meta"):
-        model = cls._from_config(config, dtype=torch.bfloat16)
+        model = cls._from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     return model.train(training)
 
 
-def _count(model, case: Case, mode: str) -> dict:
+@contextmanager
+def _on_npu(model, part: str, training: bool):
+    """The measured module of the model, with memory on the NPU for its parameters and, in training, their gradients.
+
+    Weights keep what the memory holds: products are not computed, and their values do not change a count.
+    """
+    import torch
+
+    layer = model.model.layers[0]
+    module = {"RMSNorm": layer.input_layernorm, "MLP": layer.mlp, "MoE block": layer.mlp}.get(part, layer)
+    if part == "rotary":
+        module = torch.nn.Module()
+    module.to_empty(device="npu")
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.dim() < 2:
+            tensor.data.fill_(0.5)
+    for parameter in module.parameters():
+        parameter.requires_grad_(training)
+        if training:  # there already, so that a step accumulates into it
+            parameter.grad = torch.empty_like(parameter)
+    try:
+        yield module
+    finally:
+        module.to_empty(device="meta")
+        for parameter in module.parameters():
+            parameter.grad = None
+
+
+def _count(model, module, case: Case, mode: str) -> dict:
     import npu_emulator
     import torch
     from torch.autograd.graph import saved_tensors_hooks
 
-    part, inputs, call = _part(model, case)
-    parameters = list(part.parameters())
     training = mode != "forward"
-    for tensor in parameters:
-        tensor.requires_grad_(training)
-    if training:  # gradients are there already, so that a step accumulates into them
-        for tensor in [*parameters, *inputs]:
+    inputs, call = _call(model, module, case)
+    if training:
+        for tensor in inputs:
             tensor.requires_grad_()
             tensor.grad = torch.zeros_like(tensor)
-    own = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     saved = {}
 
     def pack(tensor):
@@ -123,18 +156,18 @@ def _count(model, case: Case, mode: str) -> dict:
         return tensor
 
     routing = _Routing(case) if case.shape.experts else nullcontext()
+    # every measured part returns tensors of the shapes that it takes
+    gradients = [torch.ones_like(tensor) for tensor in inputs] if training else None
     with torch.set_grad_enabled(training):
-        gradients = [torch.ones_like(output) for output in _outputs(call, inputs, routing)] if training else None
-        for _ in range(1 if case.tokens <= max(TOKENS[:-1]) else 0):  # what a first call alone does, does not count
-            _step(call, inputs, gradients, routing)
+        if case.tokens < max(TOKENS):  # what only a first call does, does not count
+            with npu_emulator.count(skip_matmuls=True):
+                _step(call, inputs, gradients, routing)
         torch.npu.reset_peak_memory_stats()
         before = torch.npu.memory_allocated()
         with npu_emulator.count(skip_matmuls=True) as traffic, saved_tensors_hooks(pack, lambda tensor: tensor):
-            _step(call, inputs, gradients, routing)
+            outputs = _step(call, inputs, gradients, routing)
         peak = torch.npu.max_memory_allocated() - before
-    for tensor in parameters:
-        tensor.grad = None
-    part.to_empty(device="meta")
+        del outputs
     return {
         "launches": traffic.launches,
         "bytes": traffic.bytes,
@@ -146,25 +179,18 @@ def _count(model, case: Case, mode: str) -> dict:
     }
 
 
-def _step(call, inputs, gradients, routing) -> None:
+def _step(call, inputs, gradients, routing):
     import torch
 
     with routing:
         outputs = call(*inputs)
     if gradients is not None:
         torch.autograd.backward(outputs, gradients)
+    return outputs
 
 
-def _outputs(call, inputs, routing):
-    """The outputs, for the shapes of their gradients."""
-    import npu_emulator
-
-    with npu_emulator.count(skip_matmuls=True), routing:
-        return call(*inputs)
-
-
-def _part(model, case: Case):
-    """(module with its parameters on the NPU, inputs, function of the inputs that returns a tuple of outputs)."""
+def _call(model, module, case: Case):
+    """(inputs, function of the inputs that returns a tuple of outputs)"""
     import torch
 
     shape, tokens = case.shape, case.tokens
@@ -173,22 +199,16 @@ def _part(model, case: Case):
         return torch.full(size, 0.5, dtype=torch.bfloat16, device="npu")
 
     layer = model.model.layers[0]
-    hidden_states = [constant(1, tokens, shape.hidden)]
     width = shape.rope_dim or shape.head_dim
     cos, sin = constant(1, tokens, width), constant(1, tokens, width)
     if case.part == "rotary":
-        module = importlib.import_module(type(layer).__module__)
-        part = torch.nn.Module()
+        modeling = importlib.import_module(type(layer).__module__)
         inputs = [constant(1, heads, tokens, shape.head_dim) for heads in (shape.heads, shape.kv_heads)]
-        return part, inputs, lambda q, k: module.apply_rotary_pos_emb(q, k, cos, sin)
-    part = {"RMSNorm": layer.input_layernorm, "MLP": layer.mlp, "MoE block": layer.mlp}.get(case.part, layer)
-    part.to_empty(device="npu")
-    with torch.no_grad():
-        for tensor in [*part.parameters(), *part.buffers()]:
-            tensor.fill_(0.01)
-    if part is layer:
-        return part, hidden_states, lambda x: (layer(x, position_embeddings=(cos, sin)),)
-    return part, hidden_states, lambda x: (part(x),)
+        return inputs, lambda q, k: modeling.apply_rotary_pos_emb(q, k, cos, sin)
+    hidden_states = [constant(1, tokens, shape.hidden)]
+    if module is layer:
+        return hidden_states, lambda x: (layer(x, position_embeddings=(cos, sin)),)
+    return hidden_states, lambda x: (module(x),)
 
 
 def _Routing(case: Case):
@@ -225,14 +245,21 @@ def _Routing(case: Case):
 
 
 def _choice(shape, generator):
-    """The experts of one token: any top_k, or two in each of top_k / 2 groups where DeepSeek-V3 limits the groups."""
+    """The experts of one token: any top_k, or as many in each of the groups that DeepSeek-V3 admits."""
     import torch
 
+    count, kept = _expert_groups(shape)
+    size = shape.experts // count
+    groups = torch.randperm(count, generator=generator)[:kept]
+    return torch.cat([group * size + torch.randperm(size, generator=generator)[: shape.top_k // kept] for group in groups])
+
+
+def _expert_groups(shape) -> tuple[int, int]:
+    """(groups, groups kept) of the router: 8 and 4 in DeepSeek-V3, fewer where scaling left groups of less than 4 experts."""
     if not shape.q_lora:
-        return torch.randperm(shape.experts, generator=generator)[: shape.top_k]
-    size = shape.experts // 8
-    groups = torch.randperm(8, generator=generator)[: shape.top_k // 2]
-    return torch.cat([group * size + torch.randperm(size, generator=generator)[:2] for group in groups])
+        return 1, 1
+    count = min(8, shape.experts // 4)
+    return count, count // 2
 
 
 # --- all implementations, the table and what it says
@@ -404,6 +431,7 @@ def main() -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="numbers of tokens")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--implementations", help="comma-separated; all of them by default")
+    parser.add_argument("--attention", default=ATTENTION, help="attn_implementation of the decoder layers")
     parser.add_argument("--budget", type=float, default=8, help="GiB of device memory that a case may take")
     parser.add_argument("--from-json", type=Path, help="show an earlier run")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -413,7 +441,7 @@ def main() -> None:
     wanted = [case for case in cases(tokens, int(options.budget * 2**30)) if options.only in case.name]
     modes = tuple(options.modes.split(","))
     if options.worker:
-        for row in measure(options.worker, wanted, modes):
+        for row in measure(options.worker, wanted, modes, options.attention):
             print(json.dumps(row), flush=True)
         return
     if options.from_json:
