@@ -199,7 +199,7 @@ def expert_activation(self: nn.Module, spec: Experts):
     """The `act` of `ops.moe_experts`: a name where one fused op does it, else a function of gate_up [M, 2I]."""
     if spec.activation in ("apply_gate", "act_fn"):
         return self._apply_gate if spec.activation == "apply_gate" else self.act_fn
-    if not spec.interleaved and spec.gate_half == 0:
+    if not spec.interleaved and spec.gate_half == 0 and spec.activation != "sigmoid":
         return spec.activation
 
     def act(gate_up: torch.Tensor) -> torch.Tensor:
@@ -229,6 +229,8 @@ def experts_forward(
         spec.transposed,
         spec.gate_up_bias and getattr(self, spec.gate_up_bias),
         spec.down_bias and getattr(self, spec.down_bias),
+        # transformers says when indices may stand for experts of another rank; elsewhere be ready for what the class is
+        getattr(self, "_is_expert_parallel", spec.sentinel),
     )
 
 
