@@ -273,7 +273,7 @@ OPS = [
     Op("moe_experts", ops.moe_experts, ops.experts_reference, experts_samples, lambda: [
         (Sample("no_such_activation", (*next(experts_samples()).args, "swish")), KeyError),
     ], roundings=4),
-    Op("top_k_softmax", ops.top_k_softmax, ops.top_k_softmax_reference, softmax_samples, differentiable=False),
+    Op("top_k_softmax", ops.top_k_softmax, ops.top_k_softmax_reference, softmax_samples, roundings=2),
     Op("group_top_k_sigmoid", sorted_choice(ops.group_top_k_sigmoid),
        sorted_choice(ops.group_top_k_sigmoid_reference), sigmoid_samples, differentiable=False),
 ]  # fmt: skip

@@ -246,11 +246,19 @@ def test_no_weight_is_copied(transposed):
     assert all(t.bytes_written < size(down) // 2 for t in copies), traffic
 
 
-def test_routers():
+def test_softmax_router():
+    logits = torch.zeros(T, 16).to("npu").requires_grad_()
+    chosen = 4 * T * 4  # fp32 weights or int32 indices of 4 experts
+    with counted(1, size(logits) + 2 * chosen):
+        weights, _ = ops.top_k_softmax(logits, 4, index_dtype=torch.int32)
+    step = backward(weights)
+    with npu_emulator.count() as traffic:
+        step()
+    assert (traffic.launches, traffic.host_syncs) == (4, 0), traffic  # softmax, indices to int64, zeros, scatter
+
+
+def test_group_router():
     logits, bias = torch.zeros(T, 16).to("npu"), torch.zeros(16).to("npu")
-    result = 4 * T * 4  # fp32 weights or int32 indices of 4 experts
-    with counted(1, size(logits) + 2 * result):
-        ops.top_k_softmax(logits, 4, index_dtype=torch.int32)
     with npu_emulator.count() as traffic:
         ops.group_top_k_sigmoid(logits, bias, 4, 4, 2, index_dtype=torch.int32)
     assert (traffic.launches, traffic.host_syncs) == (1, 0), traffic

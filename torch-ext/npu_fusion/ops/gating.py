@@ -3,6 +3,7 @@
 from typing import Optional, Tuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ._dispatch import needs_grad, npu_op
 
@@ -18,7 +19,8 @@ def top_k_softmax_reference(
     Returns:
         weights [T, k] in the logits' dtype, rounded once, largest first; index [T, k].
     """
-    weights, index = torch.softmax(logits, dim=-1, dtype=torch.float32).topk(k, dim=-1)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights, index = torch.softmax(logits, dim=-1, dtype=wide).topk(k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), index.to(index_dtype)
@@ -27,22 +29,28 @@ def top_k_softmax_reference(
 def top_k_softmax(
     logits: torch.Tensor, k: int, renormalize: bool = True, index_dtype: torch.dtype = torch.int64
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """`top_k_softmax_reference` in one launch where nothing asks for gradients. Equal values go to the lower expert.
+    """`top_k_softmax_reference` in one launch, and a cast of the indices. Equal values go to the lower expert.
 
-    npu_moe_gating_top_k_softmax_v2 renormalizes before it rounds. Without it, weights that are to be renormalized come
-    from the first version only in fp32: dividing rounded bf16 weights gives other values than eager.
+    npu_moe_gating_top_k_softmax_v2 renormalizes before it rounds, and gives what the backward needs. Of the first
+    version only what is as good is taken: no gradients, and no division of weights that were rounded to bf16.
     """
-    if not _fusable(logits, k):
+    v2, v1 = (npu_op(name, logits) for name in ("npu_moe_gating_top_k_softmax_v2", "npu_moe_gating_top_k_softmax"))
+    if (v2 is None and v1 is None) or not _fusable(logits, k):
         return top_k_softmax_reference(logits, k, renormalize, index_dtype)
-    op = npu_op("npu_moe_gating_top_k_softmax_v2" if renormalize else "npu_moe_gating_top_k_softmax", logits)
-    if op is not None:
-        weights, index, _ = op(logits, k=k, renorm=1) if renormalize else op(logits, k=k)
-        return weights, index.to(index_dtype)
-    op = npu_op("npu_moe_gating_top_k_softmax", logits)
-    if op is None or logits.dtype != torch.float32:
+    if needs_grad(logits):
+        if v2 is None:
+            return top_k_softmax_reference(logits, k, renormalize, index_dtype)
+        return _TopKSoftmax.apply(logits, k, renormalize, index_dtype)
+    if v1 is not None and not renormalize:
+        weights, index, _ = v1(logits, k=k)
+    elif v2 is not None:
+        weights, index, _ = v2(logits, k=k, renorm=int(renormalize))
+    elif logits.dtype == torch.float32:
+        weights, index, _ = v1(logits, k=k)
+        weights = weights / weights.sum(-1, keepdim=True)
+    else:
         return top_k_softmax_reference(logits, k, renormalize, index_dtype)
-    weights, index, _ = op(logits, k=k)
-    return weights / weights.sum(-1, keepdim=True), index.to(index_dtype)
+    return weights, index.to(index_dtype)
 
 
 def _fusable(logits: torch.Tensor, k: int) -> bool:
@@ -52,8 +60,36 @@ def _fusable(logits: torch.Tensor, k: int) -> bool:
         and logits.dim() == 2
         and logits.numel() > 0
         and k <= min(1024, logits.shape[-1])
-        and not needs_grad(logits)
     )
+
+
+class _TopKSoftmax(torch.autograd.Function):
+    """Renormalized weights are the softmax of the chosen logits, so that its backward needs nothing but them."""
+
+    @staticmethod
+    def forward(ctx, logits, k, renormalize, index_dtype):
+        weights, index, probabilities = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
+            logits, k=k, renorm=int(renormalize), output_softmax=not renormalize
+        )
+        index = index.to(index_dtype)
+        ctx.save_for_backward(weights if renormalize else probabilities, index)
+        ctx.renormalize, ctx.shape, ctx.dtype = renormalize, logits.shape, logits.dtype
+        ctx.mark_non_differentiable(index)
+        ctx.set_materialize_grads(False)
+        return weights, index
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        if grad is None:
+            return None, None, None, None
+        softmax, index = ctx.saved_tensors
+        backward, index = torch.ops.aten._softmax_backward_data, index.long()
+        if ctx.renormalize:
+            grad = backward(grad, softmax, -1, softmax.dtype)
+            return grad.new_zeros(ctx.shape).scatter_(-1, index, grad), None, None, None
+        grad = softmax.new_zeros(ctx.shape).scatter_(-1, index, grad.to(softmax.dtype))
+        return backward(grad, softmax, -1, softmax.dtype).to(ctx.dtype), None, None, None
 
 
 def group_top_k_sigmoid_reference(
@@ -110,7 +146,7 @@ def group_top_k_sigmoid(
         and logits.dtype == torch.float32
         and renormalize
         and _fusable(logits, k)
-        and not needs_grad(correction_bias)
+        and not needs_grad(logits, correction_bias)
         and logits.shape[1] <= 2048
         and logits.shape[1] % num_groups == 0
         and (num_groups == 1 or logits.shape[1] // num_groups > 2)
