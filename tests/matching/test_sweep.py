@@ -1,0 +1,85 @@
+"""The sweep of `make coverage` on a few families, and that it sees a layer that computes something else."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernels import get_kernel
+
+npu = get_kernel("org/npu-fusion", version=1)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import coverage  # noqa: E402
+from coverage_sites import build, census  # noqa: E402
+
+SITES = {(site.module, site.name): site for site in census()}
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch):
+    monkeypatch.setattr(coverage, "npu", npu, raising=False)
+
+
+@pytest.mark.parametrize(
+    "module, name, ops",
+    [
+        ("qwen3", "Qwen3RMSNorm", {"npu_rms_norm"}),
+        ("qwen3_5", "Qwen3_5RMSNorm", {"npu_gemma_rms_norm"}),
+        ("qwen3_next", "Qwen3NextRMSNormGated", {"npu_rms_norm"}),
+        ("qwen3", "Qwen3MLP", {"npu_swiglu"}),
+        ("gemma3", "Gemma3MLP", {"npu_geglu"}),
+        ("nanochat", "apply_rotary_pos_emb", {"npu_rotary_mul"}),
+        ("gpt_oss", "apply_rotary_pos_emb", {"npu_rotary_mul"}),
+        ("qwen3_moe", "Qwen3MoeExperts", {"npu_grouped_matmul", "npu_swiglu"}),
+    ],
+)
+def test_verified_and_fused(module, name, ops):
+    result = coverage.check(SITES[module, name])
+    assert result.status == "verified", result.reason
+    for ran in result.fused.values():
+        assert ops <= set(ran)
+
+
+def test_declined_with_its_reason():
+    result = coverage.check(SITES["deepseek_v4", "DeepseekV4MLP"])
+    assert result.status == "declined"
+    assert "clamp" in result.reason
+
+
+def test_a_layer_that_computes_something_else_is_wrong(monkeypatch):
+    def one_percent_off(self, hidden_states):
+        return type(self).forward(self, hidden_states) * 1.01
+
+    monkeypatch.setattr(npu.layers.RMSNorm, "forward", one_percent_off)
+    monkeypatch.setattr(npu.integration, "FORWARDS", {*npu.integration.FORWARDS, one_percent_off})
+    result = coverage.check(SITES["llama", "LlamaRMSNorm"])
+    assert result.status == "wrong"
+    assert "1.0e-02" in result.reason
+
+
+def test_a_missing_gradient_is_wrong():
+    ones = torch.ones(2)
+    assert coverage.difference([ones, None], [ones, None]) == 0
+    assert coverage.difference([ones, None], [ones, ones]) == float("inf")
+    assert coverage.difference([ones], [ones.bfloat16()]) == float("inf")
+
+
+def test_summary_and_page():
+    results = [coverage.check(SITES[key]) for key in (("llama", "LlamaRMSNorm"), ("clvp", "apply_rotary_pos_emb"))]
+    kinds, families = coverage.summary(results), coverage.families(results)
+    assert json.loads(json.dumps({"kinds": kinds, "families": families}))["kinds"]["norm"]["verified"] == 1
+    assert kinds["rotary"]["reasons"] == {results[1].reason: 1}
+    assert {"bert", "llama", "clvp"} <= {family["family"] for family in families}
+    page = coverage.page(kinds, families, "5.22.2")
+    assert "| llama | 1/1 |" in page
+    assert "clvp.apply_rotary_pos_emb" in page
+
+
+def test_every_site_can_be_built_small_and_large():
+    for key in (("deepseek_v3", "DeepseekV3Experts"), ("phi3", "Phi3MLP"), ("llama", "LlamaMLP")):
+        small, large = build(SITES[key], small=True), build(SITES[key])
+        assert type(small) is type(large)
+        assert sum(p.numel() for p in small.parameters()) < 1_000_000
+        assert {p.device.type for p in large.parameters()} == {"meta"}
