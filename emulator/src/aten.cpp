@@ -59,7 +59,7 @@ const std::set<std::string> overwriting = {"aten::copy_", "aten::fill_", "aten::
 // Computed or, inside count(skip_matmuls=True), not.
 const std::set<std::string> matrix_products = {
     "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot",
-    "aten::matmul", "aten::matmul_backward", "aten::_grouped_mm"};
+    "aten::matmul", "aten::matmul_backward"};
 
 // Ops that look at their argument's shape only.
 const std::set<std::string> shape_only = {"aten::ones_like", "aten::zeros_like", "aten::full_like"};
@@ -193,10 +193,11 @@ thread_local bool poisoning = true;
 
 // Device memory that the caller writes at once.
 Tensor unpoisoned(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options) {
-  poisoning = false;
-  Tensor tensor = at::empty_strided(sizes, strides, options);
-  poisoning = true;
-  return tensor;
+  struct Off {
+    Off() { poisoning = false; }
+    ~Off() { poisoning = true; }
+  } off;
+  return at::empty_strided(sizes, strides, options);
 }
 
 Tensor to_npu(const Tensor& result, c10::Device device) {
@@ -278,7 +279,9 @@ class DeviceOp : public c10::OperatorKernel {
   bool crosses_devices(const std::vector<IValue>& arguments) const {
     const Tensor& self = arguments[0].toTensor();
     if (name_ == "aten::copy_") return self.device() != arguments[1].toTensor().device();
-    return !arguments[*device_].isNone() && arguments[*device_].toDevice() != self.device();
+    if (arguments[*device_].isNone()) return false;
+    const c10::Device target = arguments[*device_].toDevice();
+    return target.type() != NPU || (target.has_index() && target != self.device());
   }
 
   // The device of the npu arguments. A 0-dim tensor on the host is a number; anything else on another device is a mistake.
