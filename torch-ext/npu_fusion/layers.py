@@ -244,18 +244,13 @@ class MoEExperts(nn.Module):
 
 
 class TopKRouter(nn.Module):
-    """hidden_states [T, H] -> logits [T, E], weights [T, k] and index [T, k], in the module's own order.
-
-    For inference: torch_npu's gating operators have no gradient that all its versions share, so under grad the module's own
-    forward runs.
-    """
+    """hidden_states [T, H] -> logits [T, E], weights [T, k] and index [T, k], in the module's own order."""
 
     def forward(self, hidden_states: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         spec = spec_of(self)
         weight = attrgetter(spec.weight)(self) if applies(spec, Router, self) else None
         result = weight is not None and {d[:2]: d[2] for d in spec.dtypes}.get((hidden_states.dtype, weight.dtype))
-        needs_grad = result and torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
-        if not result or needs_grad or hidden_states.dim() != 2 or not spec.flatten:
+        if not result or hidden_states.dim() != 2 or not spec.flatten:
             return type(self).forward(self, hidden_states)
         if spec.upcast:
             hidden_states, weight = hidden_states.float(), weight.float()
