@@ -15,16 +15,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANT = "torch-npu"  # the one directory name that kernels' loader looks for when torch.npu exists
-# kernels < 0.11.7 imports <variant>/<package>/__init__.py: lead it to the flat package, to have one copy of the code
+# kernels < 0.11.7 imports <variant>/<package>/__init__.py: run the flat package there, to have one copy of the code
 NESTED = """\
-import importlib.util
-import sys
 from pathlib import Path
 
-_spec = importlib.util.spec_from_file_location(__name__, Path(__file__).parent.parent / "__init__.py")
-_kernel = importlib.util.module_from_spec(_spec)
-sys.modules[__name__] = _kernel
-_spec.loader.exec_module(_kernel)
+__path__ = [str(Path(__file__).resolve().parent.parent)]
+__file__ = str(Path(__path__[0], "__init__.py"))
+exec(compile(Path(__file__).read_text(), __file__, "exec"))
 """
 
 

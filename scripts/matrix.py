@@ -2,9 +2,9 @@
 
     python scripts/matrix.py [pair ...]      # pairs as "5.15.1/0.16.2"; all of them without
 
-Each pair gets a virtual environment under .cache/matrix, made once: transformers and kernels with what they need of PyPI,
-and torch, torch_npu and the emulator of the environment that runs this. tests/matrix/check.py is what runs in it. Exits
-with 1 if a pair does not do what its row in PAIRS expects.
+Each pair gets a virtual environment under .cache/matrix, made once: transformers and kernels with what they need of
+PyPI, and torch, torch_npu and the emulator of the environment that runs this. tests/matrix/check.py is what runs in it.
+Exits with 1 if a pair does not do what its row in PAIRS expects.
 """
 
 import json
@@ -40,7 +40,7 @@ class Pair:
 PAIRS = (
     # transformers 4 wants kernels <= 0.9, which knows no npu: the kernel is imported by path there
     Pair("4.57.6", "0.9.0", loaded="import npu_fusion", use_kernels=False),
-    Pair("4.57.6", "0.12.3", use_kernels=False),
+    Pair("4.57.6", "0.12.3", loaded="get_local_kernel", use_kernels=False),
     Pair("5.15.1", "0.16.2"),
     Pair("5.17.0", "0.16.2"),
     Pair("5.18.0", "0.17.2"),
@@ -61,8 +61,7 @@ def environment(pair: Pair) -> Path:
         requirements = [f"transformers=={pair.transformers}", f"kernels=={pair.kernels}"]
         command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *requirements]
         if subprocess.run(command).returncode:
-            # pip refuses what the two declare about each other or about huggingface_hub: the pair is wanted all the same
-            sys.exit(f"{pair.name} cannot be installed together")
+            sys.exit(f"{pair.name}: pip does not install them together")
         # after the pair's own packages on the path, so that these win
         shared = [sysconfig.get_path("purelib"), str(ROOT / "emulator")]
         site = sysconfig.get_path("purelib", vars={"base": str(directory)})
@@ -103,7 +102,7 @@ def unexpected(pair: Pair, result: dict) -> list[str]:
 
 def table(results: list[dict]) -> str:
     lines = [
-        "| transformers | kernels | torch | torch_npu | loaded with | `npu.kernelize` | `from_pretrained(use_kernels=True)` |",
+        "| transformers | kernels | torch | torch_npu | loaded with | `npu.kernelize` | `use_kernels=True` at load |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for result in results:
@@ -114,7 +113,7 @@ def table(results: list[dict]) -> str:
         if isinstance(result["use_kernels"], dict):
             at_load = "yes" + ("" if isinstance(result["kernel_config"], dict) else ", without `KernelConfig`")
         else:
-            at_load = f"no: {result['doctor']['advice'] or 'transformers has no npu there'}"
+            at_load = "no" + (f": {result['doctor']['advice']}" if result["doctor"]["advice"] else "")
         versions = [result[name].split("+")[0] for name in ("transformers", "kernels", "torch", "torch_npu")]
         lines.append("| " + " | ".join([*versions, f"`{result['loaded']}`", kernelize, at_load]) + " |")
     return "\n".join(lines)

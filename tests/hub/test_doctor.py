@@ -1,5 +1,6 @@
 """The doctor says what an operator needs: each of its findings is provoked here and compared with what happens."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import os
@@ -123,10 +124,13 @@ def test_torch_npu_is_that_of_the_installed_torch(doctor, monkeypatch, torch_npu
 
 
 def test_every_op_that_the_kernel_calls_is_in_the_table(doctor):
-    sources = "\n".join(path.read_text() for path in (SOURCE / "ops").glob("*.py"))
-    called = set(re.findall(r"torch\.ops\.npu\.(npu_\w+)", sources))
-    for argument in re.findall(r"npu_op\(([^)]*)", sources):
-        called |= set(re.findall(r'"(npu_\w+)"', argument))
+    called = set()
+    for path in (SOURCE / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch.ops.npu":
+                called.add(node.attr)
+            elif isinstance(node, ast.Constant) and re.fullmatch(r"npu_\w+", str(node.value)):
+                called.add(node.value)
     assert called == set(doctor.OPS)
     assert set(doctor.OPS.values()) <= set(doctor.RELEASES)
 
@@ -194,31 +198,64 @@ def test_import_by_path_needs_no_loader(build, processes, tmp_path):
 # -- kernels and transformers ----------------------------------------------------------------------------------------
 
 
+NEWEST = 'pip install "transformers=={}", or pip install "kernels{}"'
+
+
 @pytest.mark.parametrize(
-    ("kernels", "transformers", "wants", "words"),
+    ("kernels", "transformers", "wants", "advice"),
     [
         ("0.17.2", "5.22.2", "<0.18,>=0.17.2", None),
-        (
-            "0.17.2",
-            "5.24.0",
-            "<0.19,>=0.18.2",
-            'pip install "kernels<0.19,>=0.18.2" or pip install "transformers==5.22.2"',
-        ),
-        (
-            "0.16.2",
-            "5.22.2",
-            "<0.18,>=0.17.2",
-            'pip install "kernels<0.18,>=0.17.2" or pip install "transformers==5.17.0"',
-        ),
+        ("0.17.2", "5.24.0", "<0.19,>=0.18.2", NEWEST.format("5.22.2", "<0.19,>=0.18.2")),
+        ("0.16.2", "5.22.2", "<0.18,>=0.17.2", NEWEST.format("5.17.0", "<0.18,>=0.17.2")),
         ("0.12.3", "5.22.2", "<0.18,>=0.17.2", 'pip install "kernels<0.18,>=0.17.2"'),
     ],
 )
-def test_a_pair_that_does_not_go_together(doctor, monkeypatch, kernels, transformers, wants, words):
+def test_a_pair_that_does_not_go_together(doctor, monkeypatch, kernels, transformers, wants, advice):
     monkeypatch.setattr(doctor, "version", {"kernels": kernels, "transformers": transformers}.get)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["torch", f'kernels{wants}; extra == "kernels"'])
-    found = finding(doctor.pair(), "transformers")
-    assert (found.status, found.advice) == (("ok", "") if words is None else ("note", words))
-    assert transformers in found.value and kernels in found.value
+    found = finding(doctor.pair(SOURCE), "transformers")
+    assert (found.status, found.advice) == (("ok", "") if advice is None else ("note", advice))
+    assert transformers in found.value and (advice is None or kernels in found.value)
+
+
+@pytest.mark.parametrize(("kernels", "words"), [(None, "not installed"), ("0.9.0", "has no npu")])
+def test_without_a_loader_the_way_is_an_import(doctor, monkeypatch, kernels, words):
+    monkeypatch.setattr(doctor, "version", {"kernels": kernels, "transformers": "4.57.6"}.get)
+    first, second = doctor.pair(SOURCE)
+    assert words in first.value and f"PYTHONPATH={SOURCE} and `import npu_fusion`" in first.advice
+    assert "npu.kernelize(model) works" in second.value
+
+
+def test_register_says_in_one_sentence_what_to_install(build, processes, offline):
+    code = f"""
+import sys, warnings
+from pathlib import Path
+from kernels import get_local_kernel
+npu = get_local_kernel(Path({str(build)!r}))
+doctor = sys.modules[npu.__name__ + ".doctor"]
+doctor.version = {{"kernels": "0.17.2", "transformers": "5.24.0"}}.get
+doctor.wanted_kernels = lambda: "<0.19,>=0.18.2"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    npu.register()
+    npu.register()
+assert [str(warning.message) for warning in caught] == [": ".join(doctor.refusal())], caught
+"""
+    result = processes.run(code, **offline)
+    assert result.returncode == 0, result.stderr
+
+
+def test_register_refuses_a_kernels_that_is_too_old(build, processes, offline):
+    code = f"""
+import kernels
+from pathlib import Path
+npu = kernels.get_local_kernel(Path({str(build)!r}))
+del kernels.use_kernelized_func
+npu.register()
+"""
+    result = processes.run(code, **offline)
+    assert result.returncode == 1
+    assert "ImportError: this kernels is too old to be joined; npu.kernelize(model) works without it." in result.stderr
 
 
 def test_telemetry_switched_off_stops_kernels_requests_and_the_doctor_says_so(hub, online, processes):
@@ -226,11 +263,13 @@ def test_telemetry_switched_off_stops_kernels_requests_and_the_doctor_says_so(hu
 from kernels import get_kernel
 get_kernel("org/npu-fusion", version=1, trust_remote_code=["org/npu-fusion"])
 """
+    ask = f"""
+import runpy
+from pathlib import Path
+print(list(runpy.run_path({str(SOURCE / "doctor.py")!r})["pair"](Path())))
+"""
     result = processes.run(code, HF_HUB_DISABLE_TELEMETRY="1", **online)
-    said = processes.run(
-        f"import runpy; print(list(runpy.run_path({str(SOURCE / 'doctor.py')!r})['pair']()))",
-        HF_HUB_DISABLE_TELEMETRY="1",
-    )
+    said = processes.run(ask, HF_HUB_DISABLE_TELEMETRY="1")
     # if this fails because the load succeeds, kernels was mended: narrow `hub_refuses_requests` to older versions
     assert "Illegal header value" in result.stderr
     assert "unset HF_HUB_DISABLE_TELEMETRY" in said.stdout

@@ -50,6 +50,20 @@ def test_a_trusted_publisher_needs_no_argument(hub, online, processes):
     assert result.returncode == 0, result.stderr
 
 
+def test_the_nested_layout_as_kernels_0_10_imports_it(build, processes):
+    """By file path under a name of its own, and it keeps the module that it made, not what is in sys.modules."""
+    code = f"""
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("npu_fusion_0123", {str(build / "torch-npu/npu_fusion/__init__.py")!r})
+npu = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(npu)
+assert npu.ops.rms_norm(torch.ones(2, 8, device="npu")).is_npu
+print(npu.__file__, npu.ops.__name__)
+"""
+    result = processes.run(code)
+    assert result.stdout == f"{build}/torch-npu/__init__.py npu_fusion_0123.ops\n", result.stderr
+
+
 def test_has_kernel(hub, online, processes):
     code = f"""
 from kernels import has_kernel

@@ -7,12 +7,12 @@ Each check is one thing that a user does. It passes, or its error is the row's.
 
 import copy
 import importlib.metadata
+import inspect
 import json
 import os
 import sys
 import tempfile
 import traceback
-import warnings
 from pathlib import Path
 
 import npu_emulator
@@ -20,7 +20,7 @@ import npu_emulator
 if npu_emulator.needed():
     npu_emulator.start()
 
-import torch  # noqa: E402
+import torch
 
 BUILD = Path(sys.argv[1])
 TOKENS = torch.arange(24).view(2, 12) % 64
@@ -47,20 +47,20 @@ def version(name: str) -> str:
 
 
 def load():
-    """(how, kernel): with get_kernel where the installed kernels knows npu, else by import."""
-    os.environ["LOCAL_KERNELS"] = f"org/npu-fusion={BUILD}"
-    try:
-        from kernels import get_kernel
+    """(how, kernel): with kernels' loader where the installed kernels knows npu, else by import."""
+    import kernels
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return "get_kernel", get_kernel("org/npu-fusion", version=1)
-    except Exception as error:
-        refusal = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    # LOCAL_KERNELS is older than trust_remote_code, but was not looked at before a version was resolved on the Hub
+    if "trust_remote_code" in inspect.signature(kernels.get_kernel).parameters:
+        os.environ["LOCAL_KERNELS"] = f"org/npu-fusion={BUILD}"
+        return "get_kernel", kernels.get_kernel("org/npu-fusion", version=1)
+    try:
+        return "get_local_kernel", kernels.get_local_kernel(BUILD, "npu_fusion")
+    except Exception:  # kernels < 0.10.3 knows no npu and stops with an AssertionError or finds no variant
+        traceback.print_exc()
     sys.path.insert(0, str(BUILD / "torch-npu"))
     import npu_fusion
 
-    print(f"get_kernel: {refusal}", file=sys.stderr)
     return "import npu_fusion", npu_fusion
 
 
@@ -71,7 +71,12 @@ def models():
     """Name -> (model class, config) of the families that this transformers has."""
     import transformers
 
-    for name, options in (("Llama", {}), ("Gemma", {}), ("Qwen3Moe", EXPERTS), ("Mixtral", {"output_router_logits": True})):
+    for name, options in (
+        ("Llama", {}),
+        ("Gemma", {}),
+        ("Qwen3Moe", EXPERTS),
+        ("Mixtral", {"output_router_logits": True}),
+    ):
         config = getattr(transformers, f"{name}Config")(**SIZES, **options)
         yield name, getattr(transformers, f"{name}ForCausalLM"), config
 
@@ -99,7 +104,9 @@ def check_kernelize():
         for key, gradient in gradients.items():
             assert (gradient is None) == (fused_gradients[key] is None), f"{name}: gradient of {key}"
             if gradient is not None:
-                torch.testing.assert_close(fused_gradients[key], gradient, **TOLERANCE, msg=f"{name}: gradient of {key}")
+                torch.testing.assert_close(
+                    fused_gradients[key], gradient, **TOLERANCE, msg=f"{name}: gradient of {key}"
+                )
         swapped[name] = npu.report(fused).swapped
         assert swapped[name], f"{name}: nothing was swapped"
         npu.restore(fused)

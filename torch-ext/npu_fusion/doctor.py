@@ -9,7 +9,6 @@ machine without CANN's libraries on the path, `import torch` is what fails.
 
 import argparse
 import base64
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -62,6 +61,8 @@ RELEASES = {
 }
 # kernels -> the newest transformers that takes it, of the pairs in the README's table.
 PAIRS = {"0.16": "5.17.0", "0.17": "5.22.2"}
+
+LOADS_NPU = (0, 10, 5)  # kernels from here on takes a torch-npu directory; from 0.14 on without being told the package
 
 OK, NOTE, FAULT = "ok", "note", "FAULT"
 
@@ -233,6 +234,11 @@ def torch_build() -> Iterator[Finding]:
         yield Finding("torch_npu", OK, torch_npu)
 
 
+def release(version: str) -> Tuple[int, ...]:
+    """0.17.2.dev0 -> (0, 17, 2)"""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
+
+
 def base(version: str) -> str:
     """2.9.0.post2 and 2.9.0+cpu -> 2.9.0"""
     return ".".join(version.split("+")[0].split(".")[:3])
@@ -317,11 +323,29 @@ def wanted_kernels() -> Optional[str]:
     return next((str(requirement.specifier) for requirement in parsed if requirement.name == "kernels"), None)
 
 
-def pair() -> Iterator[Finding]:
+def refusal() -> Optional[Tuple[str, str]]:
+    """(what, what to install) where the installed transformers does not take the installed kernels."""
+    kernels, transformers, wanted = version("kernels"), version("transformers"), wanted_kernels()
+    if kernels is None or transformers is None or wanted is None or release(transformers) < (5,):
+        return None
+    from packaging.specifiers import SpecifierSet
+
+    if SpecifierSet(wanted).contains(kernels, prereleases=True):
+        return None
+    newest = PAIRS.get(".".join(kernels.split(".")[:2]))
+    install = [f'pip install "transformers=={newest}"'] if newest else []
+    install.append(f'pip install "kernels{wanted}"')
+    what = f"transformers {transformers} refuses kernels {kernels} for use_kernels=True; npu.kernelize(model) works"
+    return what, ", or ".join(install)
+
+
+def pair(path: Path) -> Iterator[Finding]:
     kernels, transformers = version("kernels"), version("transformers")
+    by_import = f"PYTHONPATH={variant_directory(path) or path} and `import npu_fusion`"
     if kernels is None:
-        status = NOTE if __package__ else FAULT
-        yield Finding("kernels", status, "not installed: get_kernel is what loads this one", "pip install kernels")
+        yield Finding("kernels", NOTE, "not installed: there is no get_kernel", f"pip install kernels, or {by_import}")
+    elif release(kernels) < LOADS_NPU:
+        yield Finding("kernels", NOTE, f"{kernels} has no npu: its get_kernel does not load this kernel", by_import)
     elif hub_refuses_requests():
         yield Finding(
             "kernels",
@@ -333,24 +357,13 @@ def pair() -> Iterator[Finding]:
         yield Finding("kernels", OK, kernels)
     if transformers is None:
         yield Finding("transformers", NOTE, "not installed: plain modules are swapped all the same")
-        return
-    wanted = wanted_kernels()
-    if wanted is None or kernels is None:
+    elif release(transformers) < (5,):
+        value = f"{transformers} has no npu for use_kernels=True; npu.kernelize(model) works"
+        yield Finding("transformers", NOTE, value)
+    elif refused := refusal():
+        yield Finding("transformers", NOTE, *refused)
+    else:
         yield Finding("transformers", OK, transformers)
-        return
-    from packaging.specifiers import SpecifierSet
-
-    if SpecifierSet(wanted).contains(kernels, prereleases=True):
-        yield Finding("transformers", OK, f"{transformers}, with kernels {kernels}")
-        return
-    newest = PAIRS.get(".".join(kernels.split(".")[:2]))
-    other = f' or pip install "transformers=={newest}"' if newest else ""
-    yield Finding(
-        "transformers",
-        NOTE,
-        f"{transformers} takes kernels{wanted}, not {kernels}: use_kernels=True is refused, npu.kernelize works",
-        f'pip install "kernels{wanted}"{other}',
-    )
 
 
 def hub_refuses_requests() -> bool:
@@ -367,12 +380,13 @@ def variant(path: Path) -> Iterator[Finding]:
     directory = variant_directory(path)
     if directory is None:
         return
+    if release(version("kernels") or "0") < (0, 14):
+        return  # without the functions asked below
     try:
         from kernels.variants import get_variants_local, resolve_variants, variants_trace_str
 
         chosen, trace = resolve_variants(get_variants_local(directory.parent))
     except Exception as error:
-        # an older kernels without these functions, or one that stops at the CANN version
         yield Finding("variant", NOTE, f"kernels does not say: {type(error).__name__}: {error}")
         return
     if chosen:
@@ -431,10 +445,11 @@ def trial(path: Path) -> Iterator[Finding]:
 
         if __package__:
             kernel = sys.modules[__package__]
+        elif release(version("kernels") or "0") >= (0, 14):
+            kernel = importlib.import_module("kernels").get_local_kernel(variant_directory(path))
         else:
-            from kernels import get_local_kernel
-
-            kernel = get_local_kernel(variant_directory(path))
+            sys.path.insert(0, str(variant_directory(path)))
+            kernel = importlib.import_module("npu_fusion")
 
         class RMSNorm(torch.nn.Module):
             def __init__(self):
@@ -473,8 +488,8 @@ def doctor(path: Optional[os.PathLike] = None, hub: bool = False) -> Diagnosis:
     """
     path = Path(path).resolve() if path is not None else HERE
     findings: List[Finding] = [Finding("python", OK, f"{platform.python_version()} on {platform.machine()}")]
-    for step in (torch_build, import_torch, functools.partial(cann, path), pair, functools.partial(kernel_files, path)):
-        findings += step()
+    for step in (torch_build(), import_torch(), cann(path), pair(path), kernel_files(path)):
+        findings += step
     if not any(finding.subject == "import torch" for finding in findings):  # kernels would import it, once more
         findings += variant(path)
     findings += places()

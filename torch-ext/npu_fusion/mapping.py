@@ -1,10 +1,12 @@
 """Which layer serves which spec, and the layer map for device "npu"."""
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional, Union
 
 from . import layers
+from .doctor import refusal
 from .specs import MLP, Declined, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 HERE = Path(__file__).resolve().parent
@@ -88,7 +90,14 @@ def import_kernels():
     try:
         import kernels
     except ImportError as error:
-        raise ImportError(f"npu-fusion joins the layer map of kernels, which cannot be imported: {error}. {PAIRS}") from error
+        raise ImportError(
+            f"npu-fusion joins the layer map of kernels, which cannot be imported: {error}. {PAIRS}"
+        ) from error
+    if not hasattr(kernels, "use_kernelized_func"):  # before 0.16; npu itself is known since 0.10.3
+        raise ImportError(f"this kernels is too old to be joined; npu.kernelize(model) works without it. {PAIRS}")
+    refused = refusal()
+    if refused:
+        warnings.warn(": ".join(refused), stacklevel=4)
     return kernels
 
 
