@@ -1,0 +1,3 @@
+from models.conftest import fuse, registered
+
+__all__ = ["fuse", "registered"]
