@@ -26,7 +26,7 @@ endif
 # What is told about this user's own cache and token, or done with them, is not about those above.
 USERS := env -u HF_HOME -u XDG_CACHE_HOME -u HF_HUB_OFFLINE
 
-.PHONY: help demo test test-matrix lint build bundle publish doctor emulator clean
+.PHONY: help demo test test-matrix lint build bundle publish doctor emulator clean coverage
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -53,6 +53,10 @@ test: $(DEVICE)  ## run the tests
 
 test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers and kernels; writes README's table
 	@$(PY) scripts/matrix.py $(ARGS)
+
+coverage: $(DEVICE)  ## swap every layer of transformers and compare (minutes); writes docs/coverage.md
+	@mkdir -p $(CACHE)
+	@$(PY) benchmarks/coverage.py --json $(CACHE)/coverage.json --page docs/coverage.md $(ARGS)
 
 build: $(VENV)/.installed  ## write build/torch-npu, what the Hub serves
 	@$(PY) scripts/build.py

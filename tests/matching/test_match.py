@@ -240,6 +240,25 @@ def test_experts_transposed_with_biases_and_alternating_features():
     assert (spec.transposed, spec.interleaved, spec.gate_up_bias, spec.down_bias) == (True, True, "b_in", "b_out")
 
 
+def test_experts_in_fp32_whatever_their_dtype():
+    def forward(self, x, index, weights):
+        return self.rounded_nowhere(x.float(), index, weights.float()).to(x.dtype)
+
+    def rounded_nowhere(self, x, index, weights):
+        out = torch.zeros_like(x)
+        for expert in range(EXPERTS):
+            rows, slots = torch.where(index == expert)
+            g, u = F.linear(x[rows], self.into[expert].float()).chunk(2, -1)
+            y = F.linear(F.silu(g) * u, self.out_of[expert].float()) * weights[rows, slots, None]
+            out = out.index_add(0, rows, y)
+        return out
+
+    layer = module(forward, into=torch.ones(EXPERTS, 2 * INNER, DIM), out_of=torch.ones(EXPERTS, DIM, INNER))
+    type(layer).rounded_nowhere = rounded_nowhere
+    assert match(layer).dtypes == (FP32,)
+    assert "roundings of bfloat16" in match(layer.to(BF16)).reason
+
+
 def test_experts_in_a_list_are_declined():
     def forward(self, x, index, weights):
         return sum(e(x) for e in self.experts)

@@ -214,7 +214,7 @@ def experts_forward(
 ) -> torch.Tensor:
     """Packed experts on [T, H] tokens: see `specs.Experts`. Also transformers' `experts_implementation="npu_fusion"`."""
     spec = spec_of(self)
-    if not applies(spec, Experts, self):
+    if not applies(spec, Experts, self) or hidden_states.dtype not in spec.dtypes:
         original = type(self).forward
         if getattr(getattr(self, "config", None), "_experts_implementation", None) == EXPERTS_IMPLEMENTATION:
             original = inspect.unwrap(original)  # the class's own loop: its dispatching forward would lead back here

@@ -107,6 +107,7 @@ class Experts:
     interleaved: bool = False  # gate and up alternate in gate_up instead of being its halves
     gate_half: int = 0
     sentinel: bool = False  # index == num_experts is skipped (tokens of other ranks)
+    dtypes: Tuple[torch.dtype, ...] = ()  # of hidden states and weights, seen to agree
     training: bool = True
 
 

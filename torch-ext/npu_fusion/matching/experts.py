@@ -9,7 +9,7 @@ import torch
 from .. import ops
 from ..ops.activation import ACTIVATIONS
 from ..specs import Experts
-from .probe import GRADIENTS, all_near, forward, lengths, run, same_in_training, settle
+from .probe import FLOATS, GRADIENTS, all_near, forward, lengths, near, run, same_in_training, same_rounding, settle
 from .stand_in import Mismatch, own_tensors, random, shrink, stand_in
 
 
@@ -23,10 +23,8 @@ def match_experts(module):
 
     sizes = shrink(size for tensor in tensors.values() for size in tensor.shape)
     target, spec = stand_in(module, sizes), options[0][0]
-    experts, hidden = (
-        getattr(target, spec.gate_up).shape[0],
-        getattr(target, spec.gate_up).shape[1 if spec.transposed else 2],
-    )
+    experts, *features = getattr(target, spec.gate_up).shape
+    hidden = features[0 if spec.transposed else 1]
     tokens, k = 9, min(3, experts)
     index = torch.stack([random(40 + token, experts).argsort()[:k] for token in range(tokens)])
     x, weights = random(50, tokens, hidden), random(51, tokens, k).softmax(-1)
@@ -41,10 +39,10 @@ def match_experts(module):
     otherwise = "does not compute the weighted sum of down(act(gate) * up) over the chosen experts"
     spec, reference = settle(hypotheses(module, options), cases, otherwise)
 
-    low, low_args = stand_in(module, sizes, torch.bfloat16), (x.bfloat16(), index, weights)
-    # the sums over features and experts are rounded to 2^-8 in another order
-    if not all_near(run(forward, low, low_args), run(reference, low, low_args), 0.05):
-        raise Mismatch("computes packed experts, but another result or dtype in bfloat16")
+    dtypes = tuple(dtype for dtype in FLOATS if agrees_in(dtype, module, sizes, reference, args))
+    own = tensors[spec.gate_up].dtype
+    if own not in dtypes:
+        raise Mismatch(f"computes packed experts, but not with the roundings of {str(own)[6:]}")
     foreign = index.clone()
     foreign[::3, 0] = experts
     try:
@@ -53,7 +51,21 @@ def match_experts(module):
     except Mismatch:
         sentinel = False
     trained = stand_in(module, sizes, training=True)
-    return replace(spec, sentinel=sentinel, training=same_in_training(target, trained, args))
+    training = same_in_training(target, trained, args)
+    return replace(spec, sentinel=sentinel, dtypes=dtypes, training=training)
+
+
+def agrees_in(dtype, module, sizes, reference, args):
+    """Whether the result is the reference's in `dtype`, and not that of fp32 rounded once, which is more exact."""
+    x, index, weights = args
+    target = stand_in(module, sizes, dtype)
+    args = (x.to(dtype), index, weights)
+    (out,), (expected,) = run(forward, target, args), run(reference, target, args)
+    if dtype == torch.float32:
+        return True
+    # the sums over features and experts are rounded to 2^-8 in another order
+    exact = run(reference, target.float(), (args[0].float(), index, weights))[0].to(dtype)
+    return near(out, expected, 0.05) and (not same_rounding(out, exact) or same_rounding(expected, exact))
 
 
 def assignments(tensors):
