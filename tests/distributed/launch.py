@@ -33,8 +33,8 @@ import pytest
 GRACE = 5  # seconds that the other ranks have to end by themselves once one has failed
 MAX_RANKS = 4
 
-# What takes seconds to import. The plugin starts the emulator where there is no NPU; pytest is this process's main module,
-# which children import again.
+# What takes seconds to import. The plugin starts the emulator where there is no NPU; pytest is this process's main
+# module, which children import again.
 PRELOADED = (
     "npu_emulator.pytest_plugin",
     "pytest",
@@ -182,7 +182,8 @@ def _main(connection, where: tuple[str, str, str], args: bytes, env: dict[str, s
         dist.init_process_group("hccl")
         dist.barrier()  # connects the ranks: from now on they notice when one of them dies
         value = _load(*where)(*pickle.loads(args))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         result = pickle.dumps((value, None))
     except BaseException:  # a rank's KeyboardInterrupt or SystemExit is a result too
         result = pickle.dumps((None, traceback.format_exc()))
