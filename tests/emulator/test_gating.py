@@ -106,8 +106,9 @@ def top_k(x=(3, 8), k=2, bias=None, dtype=FP32, **kwargs):
     return npu.npu_moe_gating_top_k(randn(*x, dtype=dtype), k, bias=bias, **kwargs)
 
 
-def gradient(dtype=FP32, ids=torch.int32, **kwargs):
-    return npu.npu_moe_gating_top_k_backward(randn(3, 8, dtype=dtype), randn(3, 2), ints([[0, 1]] * 3, ids), **kwargs)
+def gradient(dtype=FP32, dy=FP32, ids=torch.int32, **kwargs):
+    norm, dy = randn(3, 8, dtype=dtype), randn(3, 2, dtype=dy)
+    return npu.npu_moe_gating_top_k_backward(norm, dy, ints([[0, 1]] * 3, ids), **kwargs)
 
 
 GRAD = "aclnnMoeGatingTopKBackward"
@@ -144,6 +145,7 @@ REFUSALS = {
     "gradient, renorm": (lambda: gradient(renorm=1), GRAD, "renorm must be 0"),
     "gradient, norm_type": (lambda: gradient(norm_type=2), GRAD, "norm_type 0 or 1"),
     "gradient, scores": (lambda: gradient(dtype=BF16), GRAD, "x_norm must be one of"),
+    "gradient, float64": (lambda: gradient(dy=torch.float64), GRAD, "grad_y must be one of"),
     "gradient, ids": (lambda: gradient(ids=torch.int64), GRAD, "expertIdx must be one of"),
     "bias dtype": (lambda: top_k(bias=randn(8), dtype=BF16), "", "dtype of x and bias should be same"),
     "float64": (lambda: top_k(dtype=torch.float64), "", "float32"),

@@ -188,6 +188,10 @@ def half(*shape):
     return randn(*shape, dtype=BF16)
 
 
+def double(*shape):
+    return randn(*shape).double()
+
+
 def permute(tokens=None, k=2, dtype=torch.int64, rows=3, **kwargs):
     return npu.npu_moe_token_permute(
         randn(3, 4) if tokens is None else tokens, torch.zeros(rows, k, dtype=dtype).npu(), **kwargs
@@ -245,6 +249,22 @@ REFUSALS = {
         "aclnnMoeTokenPermuteGrad",
         "sorted_indices must be one of",
     ),
+    "permute grad, float64": (
+        lambda: npu.npu_moe_token_permute_grad_v2(double(2, 4), ints([0, 1], INT32), 1, FP32, 2),
+        "aclnnMoeTokenPermuteGrad",
+        "grad_permuted_tokens must be one of",
+    ),
+    "unpermute, float64": (
+        lambda: npu.npu_moe_token_unpermute(double(2, 4), ints([0, 1], INT32)),
+        UNPERMUTE,
+        "permuted_tokens must be one of",
+    ),
+    "unpermute grad, float64": (
+        lambda: npu.npu_moe_token_unpermute_grad_v2(double(2, 4), ints([0, 1], INT32), 2, FP32),
+        UNPERMUTE_GRAD,
+        "grad_unpermuted_tokens must be one of",
+    ),
+    "finalize, float64": (lambda: finalize(double(6, 4)), FINALIZE, "expanded_permuted_rows must be one of"),
     "unpermute, padded": (lambda: unpermute(padded_mode=True), UNPERMUTE, "padded_mode=True is not supported"),
     "unpermute, dtype": (lambda: unpermute(dtype=torch.int64), UNPERMUTE, "sorted_indices must be one of"),
     "unpermute, probs": (lambda: unpermute(probs=(2, 2)), UNPERMUTE, "probs must be \\[T, K\\] with T \\* K = 6"),

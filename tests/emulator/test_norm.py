@@ -101,6 +101,7 @@ REFUSALS = {
         "aclnnAddRmsNorm",
         "gamma and x1 must",
     ),
+    "add, float64": (lambda: ADD(*[randn(3, 8).double()] * 2, randn(8)), "aclnnAddRmsNorm", "x1 must be one of"),
     "add, dtypes": (
         lambda: ADD(randn(3, 8), randn(3, 8, **HALF), randn(8)),
         "aclnnAddRmsNorm",

@@ -110,8 +110,6 @@ ACLNN(aclnnMoeTokenUnpermuteGrad, (In permuted, In dtokens, In sorted_indices, I
 ACLNN(aclnnMoeInitRouting, (In x, In row_idx, In expert_idx, int64_t, Out expanded_x, Out expanded_row_idx,
                             Out expanded_expert_idx), {
   check_expert_indices(op, x, expert_idx, {at::kInt});
-  op.require_dtype("row_idx", row_idx, at::kInt);
-  op.require_same_shape("row_idx", row_idx, "expert_idx", expert_idx);
   op.reads({x, row_idx, expert_idx}).writes({expanded_x, expanded_row_idx, expanded_expert_idx});
   return [=] {
     auto experts = expert_idx->view.flatten();
