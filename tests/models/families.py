@@ -51,3 +51,12 @@ def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0) 
 
 def token_ids(batch: int = 2, length: int = 11, seed: int = 1) -> torch.Tensor:
     return torch.randint(2, SMALL["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_and_gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict]:
+    """The logits and the gradient of every parameter that has one, in float64 on the CPU."""
+    model.zero_grad()
+    output = model(**inputs, labels=inputs["input_ids"])
+    output.loss.backward()
+    gradients = {name: p.grad.detach().cpu().double() for name, p in model.named_parameters() if p.grad is not None}
+    return output.logits.detach().cpu().double(), gradients

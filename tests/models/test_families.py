@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from kernels import get_kernel
-from models.families import FAMILIES, build_model, token_ids
+from models.families import FAMILIES, build_model, loss_and_gradients, token_ids
 
 npu = get_kernel("org/npu-fusion", version=1)
 
@@ -16,14 +16,6 @@ def family(request):
     yield request.param
 
 
-def loss_and_gradients(model, ids):
-    model.zero_grad()
-    output = model(input_ids=ids, labels=ids)
-    output.loss.backward()
-    gradients = {name: p.grad.detach().cpu().double() for name, p in model.named_parameters() if p.grad is not None}
-    return output.logits.detach().cpu().double(), gradients
-
-
 def test_every_place_is_swapped_and_reported(family, fuse):
     model = build_model(family).to("npu")
     assert npu.report(model).swapped == {}
@@ -31,9 +23,9 @@ def test_every_place_is_swapped_and_reported(family, fuse):
 
 
 def test_fp32_equals_eager_forward_and_backward(family, fuse):
-    model, ids = build_model(family).to("npu"), token_ids().to("npu")
-    logits, gradients = loss_and_gradients(model, ids)
-    fused_logits, fused_gradients = loss_and_gradients(fuse(model), ids)
+    model, inputs = build_model(family).to("npu"), {"input_ids": token_ids().to("npu")}
+    logits, gradients = loss_and_gradients(model, inputs)
+    fused_logits, fused_gradients = loss_and_gradients(fuse(model), inputs)
     # fp32 holds 24 bits; sums over at most 128 terms in another order move the last 4 of them: 2**-20 of the largest value
     assert (fused_logits - logits).abs().max() <= 2**-19 * logits.abs().max()
     assert fused_gradients.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
@@ -61,14 +53,14 @@ def experts_chosen(model):
 
 
 def test_bf16_is_as_near_to_float64_as_eager(family, fuse):
-    reference, ids = build_model(family, torch.bfloat16, SEEDS.get(family, 0)), token_ids()
+    reference, inputs = build_model(family, torch.bfloat16, SEEDS.get(family, 0)), {"input_ids": token_ids()}
     exact = copy.deepcopy(reference).double()
     exact.set_experts_implementation("eager")  # grouped_mm takes no float64
-    model = reference.to("npu")
+    model, on_npu = reference.to("npu"), {"input_ids": token_ids().to("npu")}
     with experts_chosen(exact) as right, experts_chosen(model) as chosen:
-        truth, true_gradients = loss_and_gradients(exact, ids)
-        eager, eager_gradients = loss_and_gradients(model, ids.to("npu"))
-        fused, fused_gradients = loss_and_gradients(fuse(model), ids.to("npu"))
+        truth, true_gradients = loss_and_gradients(exact, inputs)
+        eager, eager_gradients = loss_and_gradients(model, on_npu)
+        fused, fused_gradients = loss_and_gradients(fuse(model), on_npu)
     assert all(torch.equal(a, b) for a, b in zip(right * 2, chosen, strict=True)), "choose a seed without a tie"
     # the fused ops round fewer times than eager, so on average they may not be further from float64;
     # a quarter is left for chance, as the two make different roundings of the same values
@@ -87,9 +79,9 @@ def test_generates_the_same_tokens(family, fuse):
 
 
 def test_swapped_model_on_the_cpu_is_the_eager_one(family, fuse):
-    model, ids = build_model(family), token_ids()
-    logits, gradients = loss_and_gradients(model, ids)
-    fused_logits, fused_gradients = loss_and_gradients(fuse(model), ids)
+    model, inputs = build_model(family), {"input_ids": token_ids()}
+    logits, gradients = loss_and_gradients(model, inputs)
+    fused_logits, fused_gradients = loss_and_gradients(fuse(model), inputs)
     # the same plain PyTorch operations; only the experts are grouped differently
     assert (fused_logits - logits).abs().max() <= 2**-19 * logits.abs().max()
     assert all((fused_gradients[n] - g).abs().max() <= 2**-17 * g.abs().max() + 1e-9 for n, g in gradients.items())
