@@ -1,16 +1,20 @@
 """Which layer serves which spec, and the layer map for device "npu"."""
 
+import logging
+import os
 import warnings
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 from . import layers
 from .doctor import refusal
 from .specs import MLP, Declined, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 HERE = Path(__file__).resolve().parent
-HUB_REPOSITORY = "org/npu-fusion"
+HUB_REPOSITORY, HUB_VERSION = "org/npu-fusion", 1  # as in build.toml
+logger = logging.getLogger(__name__)
 
 # What transformers calls a decorated layer -> our layer. Classes that nobody decorated get our layer's name with a prefix.
 UPSTREAM_LAYERS = {
@@ -77,13 +81,52 @@ class LoadedLayerRepository(OwnRepository):
         return f"`{self.path}`, layer `{self.layer_name}`"
 
 
-def layer_map() -> Dict[str, Dict[str, LoadedLayerRepository]]:
+@dataclass(frozen=True)
+class HubLayerRepository(OwnRepository):
+    """A layer of the kernel that the Hub names, or of this one where the Hub does not give it."""
+
+    layer_name: str
+    trust_remote_code: Union[bool, Tuple[str, ...]]
+
+    def load(self) -> type:
+        return getattr(hub_layers(self.trust_remote_code), self.layer_name)
+
+    def __str__(self) -> str:
+        return f"`{HUB_REPOSITORY}` (version {HUB_VERSION}), layer `{self.layer_name}`"
+
+
+@lru_cache(maxsize=None)
+def hub_layers(trust_remote_code: Union[bool, Tuple[str, ...]]) -> Any:
+    """The layers that the Hub gives, else those of this directory; says once, on rank 0, which they are."""
+    trusted = list(trust_remote_code) if isinstance(trust_remote_code, tuple) else trust_remote_code
+    try:
+        found = import_kernels().get_kernel(HUB_REPOSITORY, version=HUB_VERSION, trust_remote_code=trusted).layers
+        used = f"{HUB_REPOSITORY}, version {HUB_VERSION}"
+    except Exception as error:  # no network, no such version, not trusted: the kernel in hand is as good
+        found, used = layers, f"{HERE}, as the Hub did not give {HUB_REPOSITORY} ({type(error).__name__}: {error})"
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("npu-fusion uses the layers of %s", used)
+    return found
+
+
+def layer_map(
+    hub: bool = False, trust_remote_code: Union[bool, Sequence[str]] = False
+) -> Dict[str, Dict[str, OwnRepository]]:
     """{layer name: {"npu": repository}} as kernels.register_kernel_mapping takes it; every mode is served.
 
     The repositories are this very kernel, from the directory that it was loaded from: nothing asks the network.
+
+    Args:
+        hub: name the Hub's repository and version instead. Where it cannot be had, this directory takes its place.
+        trust_remote_code: for `hub`, as for kernels.get_kernel.
     """
     names = (*UPSTREAM_LAYERS.items(), *((PREFIX + name, name) for name in OWN_LAYERS))
-    return {name: {"npu": LoadedLayerRepository(layer)} for name, layer in names}
+    trusted = trust_remote_code if isinstance(trust_remote_code, bool) else tuple(trust_remote_code)
+
+    def repository(layer: str) -> OwnRepository:
+        return HubLayerRepository(layer, trusted) if hub else LoadedLayerRepository(layer)
+
+    return {name: {"npu": repository(layer)} for name, layer in names}
 
 
 def import_kernels():
