@@ -220,6 +220,8 @@ def sigmoid_samples():
     for groups, kept, k in [(1, 1, 4), (4, 2, 3), (4, 1, 4), (2, 2, 2), (8, 4, 2)]:
         yield Sample(f"groups{groups}_kept{kept}_k{k}", (randn(5, 16), bias, k, groups, kept, True, 2.5))
     yield Sample("no_bias", (randn(5, 16), None, 4, 4, 2))
+    yield Sample("one_expert", (randn(5, 1), None, 1))
+    yield Sample("one_group_of_more", (randn(5, 8), randn(8), 2, 1, 2))
     yield Sample("not_renormalized", (randn(5, 16), bias, 4, 4, 2, False, 2.5))
 
 

@@ -128,12 +128,15 @@ def _fusable(activation, hidden_states, gate_weight, up_weight, gate_bias, up_bi
 def _gated_linear(hidden_states, gate_weight, up_weight, gate_bias, up_bias, activation):
     """The result and what the backward needs: the [2, T, I] products and, for GELU, gelu(gate)."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    products = rows.new_empty(2, rows.shape[0], gate_weight.shape[0])
-    for out, weight, bias in zip(products.unbind(), (gate_weight, up_weight), (gate_bias, up_bias)):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=out)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=out)
+    if torch.compiler.is_compiling():  # there out= is bound to one length, and ends as a copy of the whole buffer
+        products = torch.stack((F.linear(rows, gate_weight, gate_bias), F.linear(rows, up_weight, up_bias)))
+    else:
+        products = rows.new_empty(2, rows.shape[0], gate_weight.shape[0])
+        for out, weight, bias in zip(products.unbind(), (gate_weight, up_weight), (gate_bias, up_bias)):
+            if bias is None:
+                torch.mm(rows, weight.t(), out=out)
+            else:
+                torch.addmm(bias, rows, weight.t(), out=out)
     if activation == "silu":
         result, gate = torch.ops.npu.npu_swiglu(products, 0), None
     else:

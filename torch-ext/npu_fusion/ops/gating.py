@@ -160,9 +160,9 @@ def group_top_k_sigmoid(
         logits,
         k,
         bias=None if correction_bias is None else correction_bias.float(),
-        k_group=top_k_groups,
+        k_group=top_k_groups if num_groups > 1 else 1,
         group_count=num_groups,
-        group_select_mode=1,  # a group is worth the sum of its best two
+        group_select_mode=int(num_groups > 1),  # 1: the sum of its best two, which the op wants to exist; 0: its best
         renorm=0,
         norm_type=1,  # sigmoid
         routed_scaling_factor=scaling_factor,

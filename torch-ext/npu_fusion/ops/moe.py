@@ -56,7 +56,9 @@ class _Permute(torch.autograd.Function):
         permuted, row_index, tokens_per_expert, _ = torch.ops.npu.npu_moe_init_routing_v2(
             hidden_states,
             top_k_index.int(),
-            active_num=top_k_index.numel(),
+            active_num=-1
+            if torch.compiler.is_compiling()
+            else top_k_index.numel(),  # a number binds code to its length
             # One more for what is not here. That also keeps torch_npu off aclnnMoeInitRoutingV2, which it takes for
             # exactly 128 experts and H = 2048 on CANN before 8.5, and whose counts are int32.
             expert_num=num_experts + 1,

@@ -47,23 +47,18 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
         x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
     if needs_grad(x):
-        return _Rotary.apply(x, cos, sin, interleaved)
-    return _rotate(x, cos, sin, interleaved, plan)
+        return _Rotary.apply(x, cos, sin, interleaved, plan)
+    return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
 
 
 def _fusable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    width = cos.shape[-1]
     return (
         x.dtype in FLOATS
         and cos.dtype in FLOATS
         and sin.dtype in FLOATS
-        and x.numel() > 0
         and cos.shape == sin.shape
         and cos.dim() <= x.dim()
-        and width % 2 == 0
-        and 0 < width <= x.shape[-1]
-        and width < 896
-        and not needs_grad(cos, sin)
+        and not (cos.requires_grad or sin.requires_grad)
     )
 
 
@@ -71,39 +66,38 @@ class _Rotary(torch.autograd.Function):
     """Keeps the tables only, as eager does; torch_npu's own backward would keep x as well."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved):
+    def forward(ctx, x, cos, sin, interleaved, plan):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.strides = interleaved, x.stride()
-        return _rotate(x, cos, sin, interleaved, _plan(x.shape, x.stride(), cos.shape, interleaved))
+        ctx.interleaved, ctx.plan = interleaved, plan
+        return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        plan = _plan(grad.shape, grad.stride(), cos.shape, ctx.interleaved)
-        if plan is None:  # legal in x's memory order, at the price of a copy
-            plan = _plan(grad.shape, ctx.strides, cos.shape, ctx.interleaved)
-        return _rotate(grad, cos, sin, ctx.interleaved, plan, backward=True), None, None, None
+        # Where the gradient lies in memory in a way that is not legal, x's way is, at the price of a copy.
+        plan = _plan(grad.shape, grad.stride(), cos.shape, ctx.interleaved) or ctx.plan
+        return _rotate(_backward, grad, cos, sin, ctx.interleaved, plan), None, None, None, None
 
 
-def _rotate(x, cos, sin, interleaved, plan, backward=False):
-    """x brought into the shape that `plan` says, rotated by the fused op, and brought back."""
+def _backward(grad, cos, sin, mode):
+    # The second argument serves the gradients of cos and sin, which nobody asks for.
+    return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, mode)[0]
+
+
+def _rotate(op, x, cos, sin, interleaved, plan):
+    """x brought into the shape that `plan` says, rotated, and brought back."""
     order, inverse, x_shape, cos_shape = plan
-    width, mode = cos.shape[-1], "interleave" if interleaved else "half"
-    part = x if width == x.shape[-1] else x[..., :width]
-    rows = part
+    width = cos.shape[-1]
+    part = rows = x if width == x.shape[-1] else x[..., :width]
     if order is not None:
-        rows = rows.permute(order)
-        cos, sin = cos.permute(order), sin.permute(order)
+        rows, cos, sin = rows.permute(order), cos.permute(order), sin.permute(order)
     ordered = rows.shape
     if ordered != x_shape:
         rows = rows.reshape(x_shape)
     if cos.shape != cos_shape:
         cos, sin = cos.reshape(cos_shape), sin.reshape(cos_shape)
-    if backward:  # the second argument serves the gradients of cos and sin, which nobody asks for
-        rows = torch.ops.npu.npu_rotary_mul_backward(rows, rows, cos, sin, mode)[0]
-    else:
-        rows = torch.ops.npu.npu_rotary_mul(rows, cos, sin, mode)
+    rows = op(rows, cos, sin, "interleave" if interleaved else "half")
     if ordered != x_shape:
         rows = rows.view(ordered)
     if order is not None:
@@ -119,31 +113,37 @@ def _plan(shape, strides, cos_shape, interleaved):
     into the order in which x lies in memory (transformers' BNSD tensors are views of BSND memory), neighbours that
     are broadcast alike are merged, and the two or three that remain are named by what cos does there. No bytes move.
     """
-    make = _make_plan if torch.compiler.is_compiling() else _cached_plan
-    return make(tuple(shape), tuple(strides), tuple(cos_shape), interleaved)
+    return (_make_plan if torch.compiler.is_compiling() else _cached_plan)(shape, strides, cos_shape, interleaved)
 
 
 def _make_plan(shape, strides, cos_shape, interleaved):
-    last = len(shape) - 1
+    last, width = len(shape) - 1, cos_shape[-1]
+    if 0 in shape or width == 0 or width % 2 or width > shape[last] or width >= 896:
+        return None
     if any(c != 1 and c != s for s, c in zip(shape[:last], cos_shape)):
         return None
-    order = [*sorted(range(last), key=lambda i: -strides[i]), last]
-    groups = []  # [size, does cos span it]
-    for size, spanned in [(shape[i], cos_shape[i] != 1) for i in order[:last] if shape[i] != 1]:
-        if groups and groups[-1][1] == spanned:
-            groups[-1][0] *= size
-        else:
-            groups.append([size, spanned])
-    legal = (_interleaved_layout if interleaved else _half_layout)(
-        "".join("f" if spanned else "b" for _, spanned in groups), [size for size, _ in groups], cos_shape[last]
-    )
+    order = [last]
+    for i in range(last):  # by falling stride; torch.compile cannot sort sizes that it does not know
+        place = 0
+        while order[place] != last and strides[order[place]] >= strides[i]:
+            place += 1
+        order.insert(place, i)
+    pattern, sizes = "", []  # of what remains: f where cos spans the dimension, b where it is broadcast
+    for i in order[:last]:
+        if shape[i] != 1:
+            letter = "b" if cos_shape[i] == 1 else "f"
+            if pattern.endswith(letter):
+                sizes[-1] = sizes[-1] * shape[i]
+            else:
+                pattern, sizes = pattern + letter, [*sizes, shape[i]]
+    legal = (_interleaved_layout if interleaved else _half_layout)(pattern, sizes)
     if legal is None:
         return None
     x_dims, cos_dims = legal
-    x_shape, cos_shape = (*x_dims, cos_shape[last]), (*cos_dims, cos_shape[last])
+    x_shape, cos_shape = (*x_dims, width), (*cos_dims, width)
     if order == sorted(order):
         return None, None, x_shape, cos_shape
-    return tuple(order), tuple(sorted(range(last + 1), key=order.__getitem__)), x_shape, cos_shape
+    return tuple(order), tuple(order.index(i) for i in range(last + 1)), x_shape, cos_shape
 
 
 _cached_plan = lru_cache(maxsize=1024)(_make_plan)
@@ -151,8 +151,8 @@ _cached_plan = lru_cache(maxsize=1024)(_make_plan)
 LIMIT = 1000  # of what the op calls batch and heads
 
 
-def _half_layout(pattern, sizes, width):
-    """f: cos spans the dimension, b: it is broadcast there. Outermost first."""
+def _half_layout(pattern, sizes):
+    """The shapes of x and cos as BNSD or BSND, for the merged dimensions from the outermost to the innermost."""
     if pattern in ("", "f"):
         rows = sizes[0] if sizes else 1
         return (1, 1, rows), (1, 1, rows)
@@ -170,7 +170,7 @@ def _half_layout(pattern, sizes, width):
     return None
 
 
-def _interleaved_layout(pattern, sizes, width):
+def _interleaved_layout(pattern, sizes):
     """The op takes no batch of tables here; a merged batch and sequence is one long sequence to it."""
     if pattern in ("", "f"):
         rows = sizes[0] if sizes else 1
