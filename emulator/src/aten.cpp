@@ -39,13 +39,14 @@ bool on_npu(const Tensor& tensor) { return tensor.defined() && tensor.device().t
 
 const std::set<std::string> torch_npus_own = {
     // Allocation, storage and copies to and from the host.
-    "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::set_", "aten::is_set_to", "aten::record_stream",
-    "aten::is_pinned", "aten::pin_memory", "aten::_pin_memory", "aten::_copy_from", "aten::_copy_from_and_resize",
-    "aten::_local_scalar_dense",
+    "aten::resize_", "aten::resize_as_", "aten::_resize_output_", "aten::set_", "aten::is_set_to",
+    "aten::record_stream", "aten::is_pinned", "aten::pin_memory", "aten::_pin_memory", "aten::_copy_from",
+    "aten::_copy_from_and_resize", "aten::_local_scalar_dense",
     // These lead to aclnn functions: the fused attention, and GELU, whose form torch_npu chooses by chip and option.
     "aten::scaled_dot_product_attention", "aten::_fused_sdp_choice", "aten::gelu", "aten::gelu_backward"};
 
-const std::set<std::string> allocations = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty_strided"};
+const std::set<std::string> allocations = {"aten::empty", "aten::empty_strided", "aten::empty_like",
+                                           "aten::new_empty_strided"};
 
 // Copies within a device are launches; to and from the host they are torch_npu's own.
 const std::set<std::string> copies = {"aten::copy_", "aten::_to_copy"};
@@ -58,18 +59,19 @@ const std::set<std::string> overwriting = {"aten::copy_", "aten::fill_", "aten::
 
 // Computed or, inside count(skip_matmuls=True), not.
 const std::set<std::string> matrix_products = {
-    "aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::mv", "aten::addmv", "aten::dot",
-    "aten::matmul", "aten::matmul_backward"};
+    "aten::mm", "aten::bmm",   "aten::addmm", "aten::baddbmm", "aten::addbmm",
+    "aten::mv", "aten::addmv", "aten::dot",   "aten::matmul",  "aten::matmul_backward"};
 
 // Ops that look at their argument's shape only.
 const std::set<std::string> shape_only = {"aten::ones_like", "aten::zeros_like", "aten::full_like"};
 
 // Ops that read as much of their first argument as they return.
-const std::set<std::string> gathering = {"aten::index", "aten::index_select", "aten::embedding", "aten::gather", "aten::take"};
+const std::set<std::string> gathering = {"aten::index", "aten::index_select", "aten::embedding", "aten::gather",
+                                         "aten::take"};
 
 // Ops that in place touch as much of their first argument as their largest other one has; some add to what is there.
-const std::set<std::string> scattering = {"aten::index_put", "aten::_index_put_impl", "aten::index_copy", "aten::scatter",
-                                          "aten::scatter_add", "aten::index_add"};
+const std::set<std::string> scattering = {"aten::index_put", "aten::_index_put_impl", "aten::index_copy",
+                                          "aten::scatter",   "aten::scatter_add",     "aten::index_add"};
 const std::set<std::string> adding = {"aten::scatter_add", "aten::index_add"};
 
 // Index tensors of these may be on the host; torch_npu moves them.
@@ -107,7 +109,8 @@ Tensor derivative(const Tensor& grad, const Tensor& input, const std::function<T
 Tensor l1_loss_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction) {
   return derivative(grad, input, [&](const Tensor& x) { return at::l1_loss(x, target, reduction); });
 }
-Tensor kl_div_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction, bool log_target) {
+Tensor kl_div_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction,
+                       bool log_target) {
   return derivative(grad, input, [&](const Tensor& x) { return at::kl_div(x, target, reduction, log_target); });
 }
 Tensor kl_div_target_backward(const Tensor& grad, const Tensor& input, const Tensor& target, int64_t reduction,
@@ -137,21 +140,17 @@ Tensor dtype_cast(const Tensor& input, int64_t dtype, std::optional<int64_t>) {
   return input.to(at::ScalarType(dtype), /*non_blocking=*/false, /*copy=*/true);
 }
 
-const std::vector<const char*> npu_ops_with_cpu_kernel = {
-    "l1_loss_backward", "kl_div_backward", "kl_div_target_backward", "npu_binary_cross_entropy_with_logits_backward",
-    "npu_gather_backward", "repeat_interleave_backward_int", "repeat_interleave_backward_tensor", "npu_dtype_cast"};
-
-void install_cpu_kernels(torch::Library& aten, torch::Library& aten_meta, torch::Library& npu) {
-  aten.impl("matmul_backward", matmul_backward);
-  aten_meta.impl("matmul_backward", matmul_backward);  // for the shapes of skipped products
-  npu.impl("l1_loss_backward", l1_loss_backward);
-  npu.impl("kl_div_backward", kl_div_backward);
-  npu.impl("kl_div_target_backward", kl_div_target_backward);
-  npu.impl("npu_binary_cross_entropy_with_logits_backward", binary_cross_entropy_with_logits_backward);
-  npu.impl("npu_gather_backward", gather_backward);
-  npu.impl("repeat_interleave_backward_int", repeat_interleave_backward_int);
-  npu.impl("repeat_interleave_backward_tensor", repeat_interleave_backward_tensor);
-  npu.impl("npu_dtype_cast", dtype_cast);
+std::vector<std::pair<const char*, torch::CppFunction>> cpu_kernels_of_npu_ops() {
+  std::vector<std::pair<const char*, torch::CppFunction>> kernels;
+  kernels.emplace_back("l1_loss_backward", l1_loss_backward);
+  kernels.emplace_back("kl_div_backward", kl_div_backward);
+  kernels.emplace_back("kl_div_target_backward", kl_div_target_backward);
+  kernels.emplace_back("npu_binary_cross_entropy_with_logits_backward", binary_cross_entropy_with_logits_backward);
+  kernels.emplace_back("npu_gather_backward", gather_backward);
+  kernels.emplace_back("repeat_interleave_backward_int", repeat_interleave_backward_int);
+  kernels.emplace_back("repeat_interleave_backward_tensor", repeat_interleave_backward_tensor);
+  kernels.emplace_back("npu_dtype_cast", dtype_cast);
+  return kernels;
 }
 
 // ---- tensors on both sides
@@ -182,7 +181,8 @@ class Aliases {
       if (npu.storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) return cpu;
     const auto& storage = tensor.storage();
     c10::DataPtr data(storage.mutable_data(), c10::Device(c10::kCPU));
-    c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+    c10::Storage alias(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(),
+                       true);
     pairs_.emplace_back(tensor, alias);
     return alias;
   }
@@ -227,7 +227,10 @@ void for_each_tensor(IValue& value, const std::function<Tensor(const Tensor&)>& 
 
 std::vector<Tensor> tensors_in(IValue value) {
   std::vector<Tensor> tensors;
-  for_each_tensor(value, [&](const Tensor& tensor) { tensors.push_back(tensor); return tensor; });
+  for_each_tensor(value, [&](const Tensor& tensor) {
+    tensors.push_back(tensor);
+    return tensor;
+  });
   return tensors;
 }
 
@@ -284,7 +287,8 @@ class DeviceOp : public c10::OperatorKernel {
     return target.type() != NPU || (target.has_index() && target != self.device());
   }
 
-  // The device of the npu arguments. A 0-dim tensor on the host is a number; anything else on another device is a mistake.
+  // The device of the npu arguments. A 0-dim tensor on the host is a number; anything else on another device is a
+  // mistake.
   c10::Device common_device(const std::vector<IValue>& arguments) const {
     std::optional<c10::Device> device;
     for (const auto& argument : arguments)
@@ -376,8 +380,9 @@ class DeviceOp : public c10::OperatorKernel {
       });
   }
 
-  // Random ops draw from a CPU generator keyed by the npu generator's seed and offset, and move the offset on, so that the
-  // npu's generator alone decides. An op without a generator argument draws from the default one, which is set for its sake.
+  // Random ops draw from a CPU generator keyed by the npu generator's seed and offset, and move the offset on, so that
+  // the npu's generator alone decides. An op without a generator argument draws from the default one, which is set for
+  // its sake.
   class RandomSource {
    public:
     RandomSource(const DeviceOp& op, const std::vector<IValue>& arguments, c10::Device device, IValue* generator) {
@@ -385,8 +390,8 @@ class DeviceOp : public c10::OperatorKernel {
       at::Generator npu = at::globalContext().defaultGenerator(device);
       if (generator && generator->isGenerator()) {
         npu = generator->toGenerator();
-        TORCH_CHECK(npu.device().type() == NPU, "Expected a 'npu' device type for generator but found '", npu.device().type(),
-                    "'");
+        TORCH_CHECK(npu.device().type() == NPU, "Expected a 'npu' device type for generator but found '",
+                    npu.device().type(), "'");
       }
       const uint64_t key = advance(npu, arguments);
       if (generator) {
@@ -412,7 +417,8 @@ class DeviceOp : public c10::OperatorKernel {
       std::lock_guard<std::mutex> lock(generator.mutex());
       const uint64_t offset = generator.get_offset();
       generator.set_offset(offset + (numbers + 3) / 4 * 4);
-      return generator.current_seed() * 0x9E3779B97F4A7C15ull ^ (offset + 0x632BE59BD9B4E019ull) * 0xD1342543DE82EF95ull;
+      return generator.current_seed() * 0x9E3779B97F4A7C15ull ^
+             (offset + 0x632BE59BD9B4E019ull) * 0xD1342543DE82EF95ull;
     }
     std::optional<at::Generator> default_;
     Tensor saved_;
@@ -427,10 +433,12 @@ class DeviceOp : public c10::OperatorKernel {
     bool in_place = !arguments.empty() && access_[0] == Access::update, masked = false, adds = adding.count(base_name_);
     for (size_t i = 1; i < arguments.size(); ++i) {
       for (const auto& tensor : tensors_in(arguments[i])) {
-        if (access_[i] == Access::out) in_place |= arguments[0].isTensor() && tensor.is_same(arguments[0].toTensor());
-        else elements = std::max<uint64_t>(elements, tensor.numel());
-        masked |= arguments[i].isOptionalTensorList() && at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) &&
-                  tensor.element_size() == 1;
+        if (access_[i] == Access::out)
+          in_place |= arguments[0].isTensor() && tensor.is_same(arguments[0].toTensor());
+        else
+          elements = std::max<uint64_t>(elements, tensor.numel());
+        masked |= arguments[i].isOptionalTensorList() &&
+                  at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true) && tensor.element_size() == 1;
       }
       adds |= schema.arguments()[i].name() == "accumulate" && arguments[i].toBool();
     }
@@ -489,34 +497,36 @@ bool has_host_kernel(const c10::OperatorHandle& op) {
 // Call after torch_npu is loaded. Returns how many ops were registered.
 extern "C" __attribute__((visibility("default"))) int emulator_install_aten() {
   // Registrations last as long as these, which is as long as the process.
-  static auto& libraries = *new std::vector<torch::Library>;
-  auto library = [&](const char* name, DispatchKey key) -> torch::Library& {
-    return libraries.emplace_back(torch::Library::IMPL, name, key, __FILE__, __LINE__);
+  auto library = [](const char* name, DispatchKey key) {
+    return new torch::Library(torch::Library::IMPL, name, key, __FILE__, __LINE__);
   };
-  libraries.reserve(5);
-  install_cpu_kernels(library("aten", DispatchKey::CPU), library("aten", DispatchKey::Meta), library("npu", DispatchKey::CPU));
-  auto& aten = library("aten", DispatchKey::PrivateUse1);
-  auto& npu = library("npu", DispatchKey::PrivateUse1);
+  library("aten", DispatchKey::CPU)->impl("matmul_backward", matmul_backward);
+  library("aten", DispatchKey::Meta)->impl("matmul_backward", matmul_backward);  // for the shapes of skipped products
+  torch::Library &aten = *library("aten", DispatchKey::PrivateUse1), &npu = *library("npu", DispatchKey::PrivateUse1);
+  torch::Library& npu_on_cpu = *library("npu", DispatchKey::CPU);
 
   auto& dispatcher = c10::Dispatcher::singleton();
   int installed = 0;
   auto install = [&](torch::Library& target, const c10::OperatorHandle& op) {
-    const std::string name = op.schema().name();
     const auto torch_npus = op.getComputedKernelForDispatchKey(DispatchKey::PrivateUse1);
-    const std::string overload = op.schema().overload_name();
-    const std::string full = overload.empty() ? name : name + "." + overload;
-    if (allocations.count(name))
-      target.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Allocation>(torch_npus)));
-    else
-      target.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DeviceOp>(op, torch_npus)));
+    const std::string& name = op.schema().name();
+    const std::string& overload = op.schema().overload_name();
+    auto kernel = allocations.count(name)
+                      ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Allocation>(torch_npus))
+                      : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<DeviceOp>(op, torch_npus));
+    target.impl((overload.empty() ? name : name + "." + overload).c_str(), std::move(kernel));
     ++installed;
   };
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || torch_npus_own.count(name.name)) continue;
     const auto op = dispatcher.findSchema(name);
-    if (op && op->hasKernelForDispatchKey(DispatchKey::PrivateUse1) && has_host_kernel(*op) && !returns_view(op->schema()))
+    if (op && op->hasKernelForDispatchKey(DispatchKey::PrivateUse1) && has_host_kernel(*op) &&
+        !returns_view(op->schema()))
       install(aten, *op);
   }
-  for (const char* name : npu_ops_with_cpu_kernel) install(npu, *dispatcher.findSchema({std::string("npu::") + name, ""}));
+  for (auto& [name, kernel] : cpu_kernels_of_npu_ops()) {
+    npu_on_cpu.impl(name, std::move(kernel));
+    install(npu, *dispatcher.findSchema({std::string("npu::") + name, ""}));
+  }
   return installed;
 }

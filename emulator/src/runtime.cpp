@@ -62,7 +62,10 @@ aclError not_emulated(const std::string& what) {
 
 // ---- device memory: who owns how much of which device
 
-struct Block { size_t bytes; int device; };
+struct Block {
+  size_t bytes;
+  int device;
+};
 
 class Memory {
  public:
@@ -100,12 +103,20 @@ class Memory {
 };
 
 // Never destroyed: tensors that outlive main() are still freed.
-Memory& memory() { static Memory& instance = *new Memory; return instance; }
-Memory& address_space() { static Memory& instance = *new Memory; return instance; }
+Memory& memory() {
+  static Memory& instance = *new Memory;
+  return instance;
+}
+Memory& address_space() {
+  static Memory& instance = *new Memory;
+  return instance;
+}
 
 // ---- the traffic account
 
-struct OpTraffic { uint64_t launches = 0, bytes_read = 0, bytes_written = 0; };
+struct OpTraffic {
+  uint64_t launches = 0, bytes_read = 0, bytes_written = 0;
+};
 
 struct Account {
   std::mutex mutex;
@@ -114,10 +125,19 @@ struct Account {
   std::atomic<uint64_t> host_syncs{0};
   std::atomic<int> counting{0}, skipping{0}, failing{0};
 };
-Account& account() { static Account& instance = *new Account; return instance; }
+Account& account() {
+  static Account& instance = *new Account;
+  return instance;
+}
 
-struct Stream { int id; uint32_t flags; std::atomic<bool> host_copy{false}; };
-struct Event { double milliseconds; };
+struct Stream {
+  int id;
+  uint32_t flags;
+  std::atomic<bool> host_copy{false};
+};
+struct Event {
+  double milliseconds;
+};
 std::atomic<int> next_stream{1};
 
 double now() {
@@ -139,7 +159,9 @@ void emulator_record_launch(const char* op, uint64_t bytes_read, uint64_t bytes_
   traffic.bytes_read += bytes_read;
   traffic.bytes_written += bytes_written;
 }
-void emulator_record_host_sync() { if (account().counting > 0) account().host_syncs += 1; }
+void emulator_record_host_sync() {
+  if (account().counting > 0) account().host_syncs += 1;
+}
 bool emulator_skip_matmuls() { return account().skipping > 0; }
 void emulator_set_error(const char* message) { recent_error = std::string("[emulated NPU] ") + message; }
 
@@ -158,10 +180,17 @@ void emulator_fail_next(const char* op) {
   account().failures[op] += 1;
   account().failing += 1;
 }
-void emulator_begin_count(bool skip_matmuls) { account().counting += 1; account().skipping += skip_matmuls; }
-void emulator_end_count(bool skip_matmuls) { account().counting -= 1; account().skipping -= skip_matmuls; }
+void emulator_begin_count(bool skip_matmuls) {
+  account().counting += 1;
+  account().skipping += skip_matmuls;
+}
+void emulator_end_count(bool skip_matmuls) {
+  account().counting -= 1;
+  account().skipping -= skip_matmuls;
+}
 uint64_t emulator_host_syncs() { return account().host_syncs; }
-// One line an op since the process started: name, launches, bytes read, bytes written. Valid until this thread's next call.
+// One line an op since the process started: name, launches, bytes read, bytes written. Valid until this thread's next
+// call.
 const char* emulator_traffic() {
   static thread_local std::string text;
   std::lock_guard<std::mutex> lock(account().mutex);
@@ -197,7 +226,10 @@ const char* aclrtGetSocName() {
   static const std::string name = setting("NPU_EMULATOR_SOC", "Ascend910B2");
   return name.c_str();
 }
-aclError aclsysGetVersionStr(char*, char* version) { std::strcpy(version, "9.1.0"); return ACL_SUCCESS; }
+aclError aclsysGetVersionStr(char*, char* version) {
+  std::strcpy(version, "9.1.0");
+  return ACL_SUCCESS;
+}
 aclError aclSetCompileopt(aclCompileOpt, const char*) { return ACL_SUCCESS; }
 size_t aclGetCompileoptSize(aclCompileOpt) { return sizeof("disable"); }
 aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
@@ -207,11 +239,15 @@ aclError aclGetCompileopt(aclCompileOpt, char* value, size_t size) {
 
 // ---- devices
 
-aclError aclrtGetDeviceCount(uint32_t* count) { *count = device_count(); return ACL_SUCCESS; }
+aclError aclrtGetDeviceCount(uint32_t* count) {
+  *count = device_count();
+  return ACL_SUCCESS;
+}
 aclError aclrtSetDevice(int32_t index) {
   if (index < 0 || index >= device_count()) {
-    emulator_set_error(("device " + std::to_string(index) + " of " + std::to_string(device_count()) +
-                        " (NPU_EMULATOR_DEVICES)").c_str());
+    emulator_set_error(
+        ("device " + std::to_string(index) + " of " + std::to_string(device_count()) + " (NPU_EMULATOR_DEVICES)")
+            .c_str());
     return INVALID_DEVICE;
   }
   current_device = index;
@@ -237,20 +273,38 @@ aclError aclrtGetPrimaryCtxState(int32_t, uint32_t* flags, int32_t* active) {
   if (active) *active = 1;
   return ACL_SUCCESS;
 }
-aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) { *can = 1; return ACL_SUCCESS; }
+aclError aclrtDeviceCanAccessPeer(int32_t* can, int32_t, int32_t) {
+  *can = 1;
+  return ACL_SUCCESS;
+}
 aclError aclrtDeviceEnablePeerAccess(int32_t, uint32_t) { return ACL_SUCCESS; }
-aclError aclrtDeviceGetBareTgid(int32_t* pid) { *pid = getpid(); return ACL_SUCCESS; }
-aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) { *value = CUBE_CORES; return ACL_SUCCESS; }
-aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) { *value = CUBE_CORES; return ACL_SUCCESS; }
+aclError aclrtDeviceGetBareTgid(int32_t* pid) {
+  *pid = getpid();
+  return ACL_SUCCESS;
+}
+aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t* value) {
+  *value = CUBE_CORES;
+  return ACL_SUCCESS;
+}
+aclError aclrtGetDeviceInfo(uint32_t, aclrtDevAttr, int64_t* value) {
+  *value = CUBE_CORES;
+  return ACL_SUCCESS;
+}
 aclError aclrtSetDeviceSatMode(aclrtFloatOverflowMode) { return ACL_SUCCESS; }
 aclError aclrtSetOpExecuteTimeOut(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSetOpWaitTimeout(uint32_t) { return ACL_SUCCESS; }
 aclError aclrtSynchronizeDevice() { return ACL_SUCCESS; }
 aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return ACL_SUCCESS; }
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtCtxGetSysParamOpt(aclSysParamOpt, int64_t* value) { *value = 0; return ACL_SUCCESS; }
+aclError aclrtCtxGetSysParamOpt(aclSysParamOpt, int64_t* value) {
+  *value = 0;
+  return ACL_SUCCESS;
+}
 aclError aclrtSetSysParamOpt(aclSysParamOpt, int64_t) { return ACL_SUCCESS; }
-aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) { *value = 0; return ACL_SUCCESS; }
+aclError aclrtGetSysParamOpt(aclSysParamOpt, int64_t* value) {
+  *value = 0;
+  return ACL_SUCCESS;
+}
 aclError aclrtPeekAtLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 aclError aclrtGetLastError(aclrtLastErrLevel) { return ACL_SUCCESS; }
 
@@ -261,7 +315,10 @@ aclError aclrtCreateStreamWithConfig(aclrtStream* stream, uint32_t, uint32_t fla
   return ACL_SUCCESS;
 }
 aclError aclrtCreateStream(aclrtStream* stream) { return aclrtCreateStreamWithConfig(stream, 0, 0); }
-aclError aclrtDestroyStream(aclrtStream stream) { delete static_cast<Stream*>(stream); return ACL_SUCCESS; }
+aclError aclrtDestroyStream(aclrtStream stream) {
+  delete static_cast<Stream*>(stream);
+  return ACL_SUCCESS;
+}
 aclError aclrtDestroyStreamForce(aclrtStream stream) { return aclrtDestroyStream(stream); }
 aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
   *id = stream ? static_cast<Stream*>(stream)->id : 0;
@@ -269,7 +326,10 @@ aclError aclrtStreamGetId(aclrtStream stream, int32_t* id) {
 }
 aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
 aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
-aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* flag) { *flag = 0; return ACL_SUCCESS; }
+aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* flag) {
+  *flag = 0;
+  return ACL_SUCCESS;
+}
 aclError aclrtSynchronizeStream(aclrtStream stream) {
   if (stream && static_cast<Stream*>(stream)->host_copy.exchange(false)) emulator_record_host_sync();
   return ACL_SUCCESS;
@@ -280,9 +340,15 @@ aclError aclrtStreamQuery(aclrtStream, aclrtStreamStatus* status) {
   return ACL_SUCCESS;
 }
 aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
-aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) { *event = new Event{now()}; return ACL_SUCCESS; }
+aclError aclrtCreateEventExWithFlag(aclrtEvent* event, uint32_t) {
+  *event = new Event{now()};
+  return ACL_SUCCESS;
+}
 aclError aclrtCreateEventWithFlag(aclrtEvent* event, uint32_t flag) { return aclrtCreateEventExWithFlag(event, flag); }
-aclError aclrtDestroyEvent(aclrtEvent event) { delete static_cast<Event*>(event); return ACL_SUCCESS; }
+aclError aclrtDestroyEvent(aclrtEvent event) {
+  delete static_cast<Event*>(event);
+  return ACL_SUCCESS;
+}
 aclError aclrtRecordEvent(aclrtEvent event, aclrtStream) {
   static_cast<Event*>(event)->milliseconds = now();
   return ACL_SUCCESS;
@@ -312,7 +378,10 @@ aclError aclrtLaunchCallback(aclrtCallback function, void* data, aclrtCallbackBl
   function(data);
   return ACL_SUCCESS;
 }
-aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* data) { function(data); return ACL_SUCCESS; }
+aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* data) {
+  function(data);
+  return ACL_SUCCESS;
+}
 aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclmdlRI* model) {
   if (status) *status = ACL_MODEL_RI_CAPTURE_STATUS_NONE;
   if (model) *model = nullptr;
@@ -361,7 +430,10 @@ aclError aclrtMallocHost(void** address, size_t bytes) {
 aclError aclrtMallocHostWithCfg(void** address, uint64_t bytes, aclrtMallocConfig*) {
   return aclrtMallocHost(address, bytes);
 }
-aclError aclrtFreeHost(void* address) { std::free(address); return ACL_SUCCESS; }
+aclError aclrtFreeHost(void* address) {
+  std::free(address);
+  return ACL_SUCCESS;
+}
 aclError aclrtGetMemInfo(aclrtMemAttr, size_t* free, size_t* total) {
   *total = device_memory();
   *free = *total - memory().used(device());
@@ -373,15 +445,16 @@ aclError aclrtMemcpy(void* target, size_t, const void* source, size_t bytes, acl
   std::memmove(target, source, bytes);
   return ACL_SUCCESS;
 }
-aclError aclrtMemcpyAsync(void* target, size_t, const void* source, size_t bytes, aclrtMemcpyKind kind, aclrtStream stream) {
+aclError aclrtMemcpyAsync(void* target, size_t, const void* source, size_t bytes, aclrtMemcpyKind kind,
+                          aclrtStream stream) {
   // A copy to the host is a wait only once somebody waits for its stream.
   if (kind == ACL_MEMCPY_DEVICE_TO_HOST && stream) static_cast<Stream*>(stream)->host_copy = true;
   if (kind == ACL_MEMCPY_DEVICE_TO_DEVICE) emulator_record_launch("aclrtMemcpy", bytes, bytes);
   std::memmove(target, source, bytes);
   return ACL_SUCCESS;
 }
-aclError aclrtMemcpyAsyncWithCondition(void* target, size_t size, const void* source, size_t bytes, aclrtMemcpyKind kind,
-                                       aclrtStream stream) {
+aclError aclrtMemcpyAsyncWithCondition(void* target, size_t size, const void* source, size_t bytes,
+                                       aclrtMemcpyKind kind, aclrtStream stream) {
   return aclrtMemcpyAsync(target, size, source, bytes, kind, stream);
 }
 aclError aclrtMemset(void* target, size_t, int32_t value, size_t bytes) {
@@ -394,7 +467,8 @@ aclError aclrtMemsetAsync(void* target, size_t size, int32_t value, size_t bytes
 }
 aclError aclrtPointerGetAttributes(const void*, aclrtPtrAttributes*) { return NOT_SUPPORTED; }
 
-// Expandable segments: an address range is reserved once; physical blocks, which count against the device, are mapped in.
+// Expandable segments: an address range is reserved once; physical blocks, which count against the device, are mapped
+// in.
 aclError aclrtReserveMemAddress(void** address, size_t bytes, size_t, void*, uint64_t) {
   *address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*address == MAP_FAILED) return OUT_OF_MEMORY;
@@ -407,7 +481,8 @@ aclError aclrtReleaseMemAddress(void* address) {
   munmap(address, range.bytes);
   return ACL_SUCCESS;
 }
-aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* properties, uint64_t) {
+aclError aclrtMallocPhysical(aclrtDrvMemHandle* handle, size_t bytes, const aclrtPhysicalMemProp* properties,
+                             uint64_t) {
   const int owner = properties ? int(properties->location.id) : device();
   if (!memory().take(owner, bytes)) return OUT_OF_MEMORY;
   *handle = new Block{bytes, owner};
@@ -427,7 +502,9 @@ aclError aclrtUnmapMem(void*) { return ACL_SUCCESS; }
 
 // ---- the older aclop path: its descriptors are built but never read, and running one fails by name
 
-namespace { char opaque; }
+namespace {
+char opaque;
+}
 aclopAttr* aclopCreateAttr() { return reinterpret_cast<aclopAttr*>(&opaque); }
 void aclopDestroyAttr(const aclopAttr*) {}
 aclError aclopSetAttrBool(aclopAttr*, const char*, uint8_t) { return ACL_SUCCESS; }
@@ -438,7 +515,9 @@ aclError aclopSetAttrDataType(aclopAttr*, const char*, aclDataType) { return ACL
 aclError aclopSetAttrListBool(aclopAttr*, const char*, int, const uint8_t*) { return ACL_SUCCESS; }
 aclError aclopSetAttrListInt(aclopAttr*, const char*, int, const int64_t*) { return ACL_SUCCESS; }
 aclError aclopSetAttrListFloat(aclopAttr*, const char*, int, const float*) { return ACL_SUCCESS; }
-aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const int64_t* const[]) { return ACL_SUCCESS; }
+aclError aclopSetAttrListListInt(aclopAttr*, const char*, int, const int*, const int64_t* const[]) {
+  return ACL_SUCCESS;
+}
 aclTensorDesc* aclCreateTensorDesc(aclDataType, int, const int64_t*, aclFormat) {
   return reinterpret_cast<aclTensorDesc*>(&opaque);
 }
@@ -455,7 +534,8 @@ aclError aclopCompileAndExecute(const char* op, int, const aclTensorDesc* const[
   return not_emulated(std::string("aclop ") + op);
 }
 aclError aclopCompileAndExecuteV2(const char* op, int, aclTensorDesc*[], aclDataBuffer*[], int, aclTensorDesc*[],
-                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*, aclrtStream) {
+                                  aclDataBuffer*[], aclopAttr*, aclopEngineType, aclopCompileType, const char*,
+                                  aclrtStream) {
   return not_emulated(std::string("aclop ") + op);
 }
 
