@@ -141,7 +141,10 @@ def test_11_the_second_step_with_tokens_of_other_ranks_has_no_nan(dtype, fuse):
     fused = fuse(copy.deepcopy(eager))
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in (eager, fused)]
     for _ in range(3):
-        results = [eager_with_zeroed_sentinels(eager, x, index, weights), forward_and_backward(fused, x, index, weights)]
+        results = [
+            eager_with_zeroed_sentinels(eager, x, index, weights),
+            forward_and_backward(fused, x, index, weights),
+        ]
         for optimizer in optimizers:
             optimizer.step()
         for name, expected in results[0].items():
