@@ -217,7 +217,7 @@ def tokens(op, num_tokens):
         "rms_norm_gated": ((x, x * 2, w[0]), "aclnnRmsNormGrad"),
         "add_rms_norm": ((x, x * 2, w[0]), "aclnnAddRmsNorm"),
         "swiglu": ((x,), "aclnnSwiGluGrad"),
-        "geglu": ((x,), "aclnnGeluV2"),
+        "geglu": ((x,), "aclnnGe"),  # GeGlu; compiled, Gelu
         "gated_linear": ((x, w[1], w[2]), "aclnnSwiGluGrad"),
         "rotary": ((heads, *tables), "aclnnRotaryPositionEmbeddingGrad"),
         "grouped_matmul": ((x, w[3], counts), "aclnnGroupedMatmulV5"),
@@ -239,7 +239,7 @@ def test_compiled(op):
             args, launch = tokens(op, num_tokens)
             with npu_emulator.count() if npu_emulator.is_emulated() else nullcontext() as traffic:
                 results.append(run(function, next(op.samples()), args))
-            assert traffic is None or launch in traffic.by_op or op.name == "geglu", traffic
+            assert traffic is None or any(name.startswith(launch) for name in traffic.by_op), traffic
         for a, b in zip(results[0][0] + results[0][1], results[1][0] + results[1][1], strict=True):
             torch.testing.assert_close(b, a)  # fp32: gradients may be summed in another order
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
