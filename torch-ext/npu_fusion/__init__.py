@@ -6,7 +6,7 @@
 
 from . import layers, ops
 from .doctor import check_directory, doctor
-from .integration import kernelize, restore
+from .integration import kernelize, merged_gate_up, restore
 from .mapping import layer_map
 from .registration import kernel_config_class, register, unregister
 from .report import plan, report, verify
@@ -17,6 +17,7 @@ __all__ = [
     "kernelize",
     "layer_map",
     "layers",
+    "merged_gate_up",
     "ops",
     "plan",
     "register",

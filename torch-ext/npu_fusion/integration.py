@@ -4,6 +4,7 @@ import functools
 import inspect
 import sys
 import weakref
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FunctionType, MethodType
@@ -16,7 +17,7 @@ from . import layers
 from .layers import SPEC
 from .mapping import layer_for, users_entries
 from .matching import match
-from .specs import Declined, Experts
+from .specs import MLP, Declined, Experts
 
 LEFT_OUT = "left out by only= or exclude="
 USERS = "_npu_fusion_users"  # on a shared function: the models that asked for it
@@ -262,6 +263,54 @@ def model_on_meta(config: Any) -> nn.Module:
         automatic = transformers.AutoModel
     with torch.device("meta"):
         return automatic.from_config(config)
+
+
+@contextmanager
+def merged_gate_up(config: Any) -> Iterator[None]:
+    """Inside, from_pretrained builds the gated MLPs of a config's model with gate and up merged; afterwards, as before.
+
+    The checkpoint stays what it was: any that the plain model loads is loaded, and save_pretrained writes the original
+    names and values. Not for tensor parallelism, whose plans name the two projections.
+
+    Args:
+        config: of the model that is loaded inside.
+
+    Raises:
+        ValueError: the model has no MLP with the projections gate_proj, up_proj and down_proj.
+
+    Example:
+        with npu.merged_gate_up(AutoConfig.from_pretrained(path)):
+            model = AutoModelForCausalLM.from_pretrained(path)
+        npu.kernelize(model)
+    """
+    from transformers import monkey_patching
+    from transformers.conversion_mapping import extract_weight_conversions_for_model, register_checkpoint_conversion_mapping
+
+    model = model_on_meta(config)
+    classes = {type(site.module).__name__ for site in sites(model) if mergeable(site)}
+    if not classes:
+        raise ValueError(f"{type(model).__name__} has no MLP with gate_proj, up_proj and down_proj to merge")
+    before, patched = extract_weight_conversions_for_model(model) or [], monkey_patching.get_patch_mapping()
+    model_type = model.config.model_type
+    monkey_patching.register_patch_mapping({name: layers.SwiGLUMLPLayout for name in classes}, overwrite=True)
+    register_checkpoint_conversion_mapping(model_type, [*before, *layers.SwiGLUMLPLayout.conversion_mapping], overwrite=True)
+    try:
+        yield
+    finally:
+        register_checkpoint_conversion_mapping(model_type, before, overwrite=True)
+        monkey_patching.unregister_patch_mapping([name for name in classes if name not in patched])
+        monkey_patching.register_patch_mapping({n: patched[n] for n in classes if n in patched}, overwrite=True)
+
+
+def mergeable(site: Site) -> bool:
+    spec, names = site.spec, ("gate_proj", "up_proj", "down_proj")
+    plain = isinstance(spec, MLP) and (spec.gate, spec.up, spec.down) == names and spec.gate_half is None
+    if not plain or not site.name.endswith("mlp") or not hasattr(site.module, "config"):
+        return False
+    gate = site.module.gate_proj
+    with torch.device("meta"):
+        merged = layers.SwiGLUMLPLayout(site.module.config, gate.out_features).gate_up_proj
+    return merged.in_features == gate.in_features and (merged.bias is None) == (gate.bias is None)
 
 
 def transformers_layer_map() -> Dict[str, Any]:

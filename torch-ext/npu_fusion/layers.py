@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import ops
+from .layouts import SwiGLUMLPLayout  # noqa: F401  transformers looks for it beside SwiGLUMLP
 from .matching import match
 from .specs import MLP, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
