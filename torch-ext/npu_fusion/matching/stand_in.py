@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 import types
 from collections import OrderedDict
 
@@ -27,6 +28,12 @@ def own_tensors(module):
     """Parameters, buffers and plain attributes of the module itself, by name."""
     owned = itertools.chain(module._parameters.items(), module._buffers.items(), vars(module).items())
     return {name: value for name, value in owned if isinstance(value, torch.Tensor)}
+
+
+def written_class(module):
+    """The class without the subclass of FSDP2, which works only on what it has sharded."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return type(module).__mro__[2] if fsdp is not None and isinstance(module, fsdp) else type(module)
 
 
 def shape_in_forward(module, tensor):
@@ -114,7 +121,7 @@ def stand_in(module, sizes=None, dtype=torch.float32, training=False, scale=0.6,
         elif child is not None:
             child = stand_in(child, sizes, dtype, training, scale, False, seed)
         state["_modules"][name] = child
-    result = object.__new__(type(module))
+    result = object.__new__(written_class(module))
     result.__dict__.update(state)
     return result
 
