@@ -19,6 +19,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9, "foreach": False}},
     "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,  # 1.0 by default
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
 
