@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import npu_emulator.auto  # noqa: F401, I001  before kernels, which imports torch
+import npu_emulator.auto  # noqa: F401  before kernels, which imports torch
 import torch
 from kernels import get_local_kernel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -30,7 +30,9 @@ def smollm2(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTra
     return AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).eval(), AutoTokenizer.from_pretrained(**source)
 
 
-def ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, max_new_tokens: int = 24) -> list[int]:
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, question: str, max_new_tokens: int = 24
+) -> list[int]:
     """Token ids of the greedy answer."""
     chat = [{"role": "user", "content": question}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import npu_emulator
 import pytest
-from build import build
 from kernels import get_local_kernel
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
+
+from build import build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,7 +52,9 @@ def test_loads_through_local_kernels(repository, arguments):
     assert result.stdout.strip() == str(repository / "build" / "torch-npu" / "__init__.py"), result.stderr
 
 
-@pytest.mark.skipif(not npu_emulator.needed(), reason="on an Ascend host a CUDA build of torch is for doctor to explain")
+@pytest.mark.skipif(
+    not npu_emulator.needed(), reason="on an Ascend host a CUDA build of torch is for doctor to explain"
+)
 def test_the_emulator_hides_that_torch_is_a_cuda_build(repository):
     code = f"""
 import os
@@ -107,7 +110,7 @@ def test_a_directory_without_a_build_for_this_system_is_named(tmp_path):
 def test_corrupt_metadata_is_named(repository):
     variant = repository / "build" / "torch-npu"
     (variant / "metadata.json").write_text("{")
-    with pytest.raises(ValueError, match="(?i)json|metadata|EOF"):
+    with pytest.raises(ValueError, match=r"(?i)json|metadata|EOF"):
         get_local_kernel(repository)
 
 
@@ -116,7 +119,7 @@ def test_a_changed_file_breaks_the_digest(repository):
     with (variant / "layers.py").open("a") as file:
         file.write("\n")
     metadata = Metadata.read_from_file(variant / "metadata.json")
-    with pytest.raises(Exception, match="layers.py"):
+    with pytest.raises(Exception, match=r"layers\.py"):
         metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 
 

@@ -29,7 +29,11 @@ FAMILIES = {
         {**MOE, "shared_expert_intermediate_size": 32},
         {"RMSNorm": 5, "SwiGLUMLP": 2, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2},
     ),
-    "qwen3_moe": ("Qwen3MoeConfig", MOE, {"RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        MOE,
+        {"RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 2, "PreNormDecoderLayer": 2},
+    ),
     "mixtral": (
         "MixtralConfig",
         {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2},

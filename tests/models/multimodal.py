@@ -58,7 +58,11 @@ FAMILIES = {
         },
         {"PreNormDecoderLayer": 2, "RMSNorm": 9, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 4},
     ),
-    "qwen3_next": ("Qwen3NextConfig", {**TEXT, **MOE, **LINEAR_ATTENTION}, {**HYBRID, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 1}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**TEXT, **MOE, **LINEAR_ATTENTION},
+        {**HYBRID, "MoEExperts": 2, "TopKRouter": 2, "rotary_pos_emb": 1},
+    ),
     "qwen3_5": (
         "Qwen3_5Config",
         {

@@ -46,7 +46,9 @@ def experts_chosen(model):
         (index,) = [output for output in outputs if not output.is_floating_point()]
         chosen.append(index.sort(dim=-1).values.cpu())
 
-    handles = [module.register_forward_hook(record) for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    handles = [
+        module.register_forward_hook(record) for name, module in model.named_modules() if name.endswith("mlp.gate")
+    ]
     yield chosen
     for handle in handles:
         handle.remove()

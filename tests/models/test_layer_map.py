@@ -19,7 +19,7 @@ def forget_what_the_hub_gave():
 
 def test_names_repository_and_version_as_build_toml_does():
     general = tomllib.loads((Path(__file__).parents[2] / "build.toml").read_text())["general"]
-    assert (npu.mapping.HUB_REPOSITORY, npu.mapping.HUB_VERSION) == (general["hub"]["repo-id"], general["version"])
+    assert (general["hub"]["repo-id"], general["version"]) == (npu.mapping.HUB_REPOSITORY, npu.mapping.HUB_VERSION)
 
 
 def test_entries_are_the_kernel_that_was_loaded():

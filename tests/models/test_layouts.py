@@ -31,7 +31,7 @@ def load(path, **options):
 
 
 def test_sharded_checkpoint_round_trips_bit_for_bit(saved, tmp_path):
-    family, path = saved
+    _, path = saved
     assert len(list(path.glob("*.safetensors"))) > 1
     with npu.merged_gate_up(AutoConfig.from_pretrained(path)):
         merged = load(path)

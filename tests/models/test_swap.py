@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
-from models.families import FAMILIES, build_model, token_ids
 from kernels import Mode, get_kernel
+from models.families import FAMILIES, build_model, token_ids
 from torch import nn
 
 npu = get_kernel("org/npu-fusion", version=1)
@@ -62,7 +62,11 @@ def test_npu_devices_are_accepted(device, fuse):
 
 
 BAD = {
-    "another device": (lambda: npu.kernelize(build_model("llama"), device="cuda:0"), ValueError, "'npu' only, got 'cuda:0'"),
+    "another device": (
+        lambda: npu.kernelize(build_model("llama"), device="cuda:0"),
+        ValueError,
+        "'npu' only, got 'cuda:0'",
+    ),
     "no parameters": (lambda: npu.kernelize(nn.ReLU()), ValueError, "ReLU has no parameters"),
     "no module": (lambda: npu.kernelize("model"), TypeError, "torch.nn.Module, got str"),
     "no config": (lambda: npu.plan({"model_type": "llama"}), TypeError, "transformers config, got dict"),
@@ -227,7 +231,9 @@ def test_layers_pass_the_validation_of_kernels():
         "rotary_pos_emb": type(modeling.apply_rotary_pos_emb),
     }
     for name, replaced in pairs.items():
-        _validate_layer(check_cls=replaced, cls=getattr(npu.layers, name), repo=npu.layer_map().get(name, {}).get("npu"))
+        _validate_layer(
+            check_cls=replaced, cls=getattr(npu.layers, name), repo=npu.layer_map().get(name, {}).get("npu")
+        )
 
 
 def test_plain_kernelize_after_register(registered, eager):

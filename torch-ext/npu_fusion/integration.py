@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import FunctionType, MethodType
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class Site:
         return type(self.module).__name__ if self.scope is None else f"{self.attribute} of {type(self.module).__name__}"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def rotary_functions(cls: type) -> Tuple[Tuple[Dict[str, Any], str], ...]:
     """(globals, name) of every function with cos and sin that the forward of `cls` looks up in its module."""
     forward = inspect.unwrap(cls.forward)
@@ -132,7 +132,9 @@ def check_arguments(model: nn.Module, device: Union[str, torch.device]) -> None:
     if kind != "npu":
         raise ValueError(f"npu-fusion has layers for device 'npu' only, got {str(device)!r}")
     if next(model.parameters(), None) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters, so there is nothing to swap; pass the model itself")
+        raise ValueError(
+            f"{type(model).__name__} has no parameters, so there is nothing to swap; pass the model itself"
+        )
 
 
 def kernelize(
@@ -183,8 +185,10 @@ def swap(model: nn.Module, site: Site, layer: Union[str, Declined]) -> None:
         return
     module = site.module
     wrapper = wrapper_of(module)
-    if isinstance(layer, str) and wrapper is not None and not (
-        isinstance(site.spec, Experts) and use_experts_interface(module)
+    if (
+        isinstance(layer, str)
+        and wrapper is not None
+        and not (isinstance(site.spec, Experts) and use_experts_interface(module))
     ):
         layer = Declined(f"its forward is wrapped on the instance ({wrapper})")
     if isinstance(layer, Declined):
@@ -284,7 +288,10 @@ def merged_gate_up(config: Any) -> Iterator[None]:
         npu.kernelize(model)
     """
     from transformers import monkey_patching
-    from transformers.conversion_mapping import extract_weight_conversions_for_model, register_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import (
+        extract_weight_conversions_for_model,
+        register_checkpoint_conversion_mapping,
+    )
 
     model = model_on_meta(config)
     classes = {type(site.module).__name__ for site in sites(model) if mergeable(site)}
@@ -292,8 +299,10 @@ def merged_gate_up(config: Any) -> Iterator[None]:
         raise ValueError(f"{type(model).__name__} has no MLP with gate_proj, up_proj and down_proj to merge")
     before, patched = extract_weight_conversions_for_model(model) or [], monkey_patching.get_patch_mapping()
     model_type = model.config.model_type
-    monkey_patching.register_patch_mapping({name: layers.SwiGLUMLPLayout for name in classes}, overwrite=True)
-    register_checkpoint_conversion_mapping(model_type, [*before, *layers.SwiGLUMLPLayout.conversion_mapping], overwrite=True)
+    monkey_patching.register_patch_mapping(dict.fromkeys(classes, layers.SwiGLUMLPLayout), overwrite=True)
+    register_checkpoint_conversion_mapping(
+        model_type, [*before, *layers.SwiGLUMLPLayout.conversion_mapping], overwrite=True
+    )
     try:
         yield
     finally:

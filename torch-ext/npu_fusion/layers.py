@@ -268,7 +268,11 @@ class TopKRouter(nn.Module):
             weights, index = ops.group_top_k_sigmoid(
                 scores.float(), bias, spec.k, groups, kept, True, spec.scale, dtypes["indices"]
             )
-        outputs = {"logits": logits.to(dtypes.get("logits")), "weights": weights.to(dtypes["weights"]), "indices": index}
+        outputs = {
+            "logits": logits.to(dtypes.get("logits")),
+            "weights": weights.to(dtypes["weights"]),
+            "indices": index,
+        }
         return tuple(outputs[role] for role in spec.returns)
 
 

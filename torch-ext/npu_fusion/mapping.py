@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
@@ -95,7 +95,7 @@ class HubLayerRepository(OwnRepository):
         return f"`{HUB_REPOSITORY}` (version {HUB_VERSION}), layer `{self.layer_name}`"
 
 
-@lru_cache(maxsize=None)
+@cache
 def hub_layers(trust_remote_code: Union[bool, Tuple[str, ...]]) -> Any:
     """The layers that the Hub gives, else those of this directory; says once, on rank 0, which they are."""
     trusted = list(trust_remote_code) if isinstance(trust_remote_code, tuple) else trust_remote_code

@@ -146,7 +146,7 @@ def with_ours(kernels: Any, repository: Any, theirs: Dict[Any, Any]) -> Dict[Any
     """
     modes = kernels.Mode
     open_modes = () if modes.FALLBACK in theirs else (modes.INFERENCE, modes.TRAINING, modes.FALLBACK)
-    return {**{mode: repository for mode in open_modes}, **theirs}
+    return {**dict.fromkeys(open_modes, repository), **theirs}
 
 
 class Registration:
@@ -158,7 +158,9 @@ class Registration:
         self.mapping = mapping
         self.upstream = integration.transformers_layer_map()
         # transformers registers its own entries anew at every use_kernels=True; those for npu need the network
-        self.defaults = {name: self.upstream[name].pop("npu") for name in UPSTREAM if "npu" in self.upstream.get(name, {})}
+        self.defaults = {
+            name: self.upstream[name].pop("npu") for name in UPSTREAM if "npu" in self.upstream.get(name, {})
+        }
         self.register = self.names.kernels.register_kernel_mapping
         self.displaced = {name: self.upstream_entries(name) for name in self.defaults}
         self.register(mapping)
@@ -249,7 +251,7 @@ def unregister() -> None:
     _active = _names = None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def kernel_config_class() -> type:
     """`KernelConfig`, which exists once transformers is there to derive it from."""
     from transformers.utils.kernel_config import KernelConfig as Base

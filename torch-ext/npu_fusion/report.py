@@ -47,7 +47,10 @@ class Report:
             return "no layer of this model is one that npu-fusion could swap"
         return table(
             ("layer", "class", "count", "swapped"),
-            [(row.layer, row.class_name, row.count, "yes" if row.swapped else f"no: {row.reason}") for row in self.rows],
+            [
+                (row.layer, row.class_name, row.count, "yes" if row.swapped else f"no: {row.reason}")
+                for row in self.rows
+            ],
         )
 
     __repr__ = __str__
@@ -117,7 +120,9 @@ class Verification:
         return next((difference for difference in self.differences if not difference.error <= self.tolerance), None)
 
     def __str__(self) -> str:
-        rows = [(d.name, d.layer, f"{d.error:.2e}", "" if d.error <= self.tolerance else "<-") for d in self.differences]
+        rows = [
+            (d.name, d.layer, f"{d.error:.2e}", "" if d.error <= self.tolerance else "<-") for d in self.differences
+        ]
         verdict = f"all within {self.tolerance:g}" if self.first is None else f"they part at {self.first.name}"
         return table(("name", "layer", "error", ""), rows) + f"\n{verdict}"
 
@@ -164,6 +169,8 @@ def verify(model: nn.Module, inputs: Any, tolerance: float = 0.05) -> Verificati
         integration.restore(model)
     differences = []
     for (name, expected), (_, result) in zip(eager, fused):
-        error = (expected - result).abs().max().item() / (expected.abs().max().item() or 1.0) if expected.numel() else 0.0
+        error = (
+            (expected - result).abs().max().item() / (expected.abs().max().item() or 1.0) if expected.numel() else 0.0
+        )
         differences.append(Difference(name, layers.get(name, "-"), error))
     return Verification(tuple(differences), tolerance)

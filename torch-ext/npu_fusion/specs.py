@@ -140,5 +140,7 @@ class DecoderLayer:
     attention: str  # called with hidden_states=, and returns a tuple of which the first is used
     post_norm: str
     mlp: str
-    arguments: Tuple[Tuple[str, object], ...] = ()  # parameters that are handed on to the attention, with their defaults
+    arguments: Tuple[
+        Tuple[str, object], ...
+    ] = ()  # parameters that are handed on to the attention, with their defaults
     ignored: Tuple[str, ...] = ()  # parameters that are not
