@@ -161,7 +161,24 @@ def test_a_module_that_cannot_be_probed_harms_no_other():
 
     assert "KeyError" in match(module(raises, scale=torch.ones(16))).reason
     assert isinstance(match(Hostile()), specs.Declined)
+    assert matching.candidate(Hostile()) is None
     assert isinstance(match(plain()), specs.Norm)
+
+
+def test_a_config_that_refers_to_its_parent():
+    config = transformers.LlamaConfig()
+    config.parent = config
+    layer = plain()
+    layer.config = config
+    assert isinstance(match(layer), specs.Norm)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_weights_do_not_matter(value):
+    """A norm was once taken for 1 + weight since its weights were near 0 (hiyouga/LlamaFactory#10512)."""
+    layer = plain()
+    nn.init.constant_(layer.scale, value)
+    assert match(layer).offset == 0
 
 
 def test_a_compiled_forward_is_run_as_it_was_written():

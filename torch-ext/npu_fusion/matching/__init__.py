@@ -7,7 +7,7 @@ what is compared; a class name, an attribute name or a weight's value is never e
 work too.
 
 What no finite probe sees is a forward that changes its behaviour at one particular input, such as a sequence length
-that stands neither in its class nor in its settings.
+that stands neither in its class nor in its settings, or on one particular device.
 """
 
 import threading
@@ -92,7 +92,7 @@ def candidate(target):
     """Which of PROBES would decide on `target`; None where none could match."""
     try:
         return structure(target)
-    except Mismatch:
+    except Exception:  # Mismatch, or a module that cannot even be looked at
         return None
 
 
@@ -148,16 +148,17 @@ def settings(module, opaque=False):
     return type(module), type(module).forward, tensors, held, children
 
 
-def setting(value):
+def setting(value, depth=0):
+    """A key for the value. What lies deeper than a config's configs counts by identity: some refer to their parents."""
     if value is None or isinstance(value, (int, float, str, torch.dtype)):
         return type(value), value  # 1, 1.0 and True are three settings
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(setting, value))
+    if depth < 6 and isinstance(value, (list, tuple)):
+        return type(value), tuple(setting(item, depth + 1) for item in value)
     if isinstance(value, (set, frozenset)):
         return type(value), frozenset(map(setting, value))
-    if isinstance(value, dict) or hasattr(type(value), "to_dict"):  # a config
+    if depth < 6 and (isinstance(value, dict) or hasattr(type(value), "to_dict")):  # a config
         held = value if isinstance(value, dict) else vars(value)
-        return type(value), tuple((name, setting(item)) for name, item in held.items())
+        return type(value), tuple((name, setting(item, depth + 1)) for name, item in held.items())
     return Same(value)
 
 
@@ -179,7 +180,7 @@ class Same:
 
 
 def isolated():
-    """Shields a probe from the caller's modes, and the caller's random state and warnings from the probe."""
+    """Shields a probe from the caller's modes, and the caller's random state, threads and warnings from the probe."""
     stack = ExitStack()
     if getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)():  # fake tensors, tracing
         from torch.utils._python_dispatch import _disable_current_modes
@@ -190,6 +191,8 @@ def isolated():
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.random.fork_rng(devices=[]))
     stack.enter_context(torch.autocast("cpu", enabled=False))
+    stack.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)  # tensors are too small for more, which would only wait for each other
     if torch.get_default_device().type != "cpu":
         stack.enter_context(torch.device("cpu"))
     if torch.get_default_dtype() != torch.float32:
