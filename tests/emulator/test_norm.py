@@ -57,6 +57,10 @@ def test_add_rms_norm_rounds_where_llama_does(shape, dtype):
     # The normalized value is rounded before gamma multiplies it, so it may lie half an ulp (and the float32 error) off.
     half_ulp = (torch.finfo(dtype).eps / 2 + 16 * 2.0**-24) * (normalized * exact(gamma)).abs()
     close(y, normalized * exact(gamma), steps=2.0**24, scale=half_ulp)
+    # Where the float32 error crosses a rounding boundary, one element in a thousand or so, the product differs from the
+    # one that is rounded twice in float64; with one rounding instead of two a quarter of a half-precision result would.
+    twice_rounded = normalized.to(dtype) * gamma.cpu()
+    assert dtype == FP32 or (y.cpu() != twice_rounded).sum() <= 0.02 * y.numel()
 
 
 HALF, WIDE = {"dtype": BF16}, {"dtype": FP32}

@@ -2,7 +2,9 @@
 #include "launch.h"
 
 namespace {
-struct Halves { Tensor first, second; };  // float32
+struct Halves {
+  Tensor first, second;
+};  // float32
 
 Halves halves(In x, int64_t dim) {
   auto parts = f32(x).chunk(2, dim);
@@ -65,7 +67,8 @@ ACLNN(aclnnGeGluV3Backward, (In dy, In x, In gelu, int64_t dim, int64_t approxim
   return [=] {
     auto [first, second] = halves(x, dim);
     auto dlinear = f32(dy) * f32(gelu);
-    auto dactivated = at::gelu_backward(f32(dy) * (activate_left ? second : first), activate_left ? first : second, form);
+    auto dactivated =
+        at::gelu_backward(f32(dy) * (activate_left ? second : first), activate_left ? first : second, form);
     dx->view.copy_(activate_left ? at::cat({dactivated, dlinear}, dim) : at::cat({dlinear, dactivated}, dim));
   };
 })

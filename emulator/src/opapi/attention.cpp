@@ -1,5 +1,5 @@
-// Flash attention for training. Every layout is a list of sequences, and one sequence is q [N, Sq, D], k and v [Nkv, Skv, D].
-// A mask element of 1 is left out. Everything is computed in float32.
+// Flash attention for training. Every layout is a list of sequences, and one sequence is q [N, Sq, D], k and v [Nkv,
+// Skv, D]. A mask element of 1 is left out. Everything is computed in float32.
 #include "launch.h"
 
 #include <limits>
@@ -20,9 +20,7 @@ struct Attention {
   bool stats_as_input = false;           // TND: softmax_max and softmax_sum in TND instead of NTD order
 
   bool packed() const { return layout == "TND"; }
-  int64_t sequences() const {
-    return packed() ? q_ends.size() : q->view.size(layout == "SBH" ? 1 : 0);
-  }
+  int64_t sequences() const { return packed() ? q_ends.size() : q->view.size(layout == "SBH" ? 1 : 0); }
   int64_t kv_heads() const {
     if (layout == "BNSD" || packed()) return k->view.size(1);
     if (layout == "BSND") return k->view.size(2);
@@ -55,7 +53,9 @@ struct Attention {
   Tensor left_out(int64_t i, int64_t sq, int64_t skv) const {
     if (!mask) return {};
     auto offset = at::arange(skv).unsqueeze(0) - at::arange(sq).unsqueeze(1);  // how far the key lies after the query
-    auto outside = [&](int64_t diagonal) { return (offset - diagonal > next_tokens).logical_or(diagonal - offset > pre_tokens); };
+    auto outside = [&](int64_t diagonal) {
+      return (offset - diagonal > next_tokens).logical_or(diagonal - offset > pre_tokens);
+    };
     switch (sparse_mode) {
       case 2: return offset > 0;
       case 3: return offset > skv - sq;
@@ -113,14 +113,17 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
   op.require_same_dtype("key", a.k, "query", a.q);
   op.require_same_dtype("value", a.v, "query", a.q);
   for (In tensor : {a.q, a.k, a.v})
-    op.require(tensor->view.dim() == (four ? 4 : 3), "query, key and value must be ", four ? 4 : 3, "-D in layout ", a.layout);
+    op.require(tensor->view.dim() == (four ? 4 : 3), "query, key and value must be ", four ? 4 : 3, "-D in layout ",
+               a.layout);
   auto k = a.k->view.sizes(), v = a.v->view.sizes();
   op.require(k.slice(0, k.size() - 1) == v.slice(0, v.size() - 1) && k.back() >= v.back(),
              "key and value must have the same shape (value may be narrower), not ", k, " and ", v);
   bool folded = a.layout == "BSH" || a.layout == "SBH";
   int64_t n = folded ? a.heads : a.q->view.size(a.layout == "BSND" ? 2 : 1);
-  op.require(a.heads >= 1 && a.heads <= 256 && n == a.heads, "head_num must be 1 to 256 and that of query, not ", a.heads, " and ", n);
-  op.require(!folded || a.q->view.size(2) % a.heads == 0, "hidden size ", a.q->view.size(2), " is not a multiple of head_num ", a.heads);
+  op.require(a.heads >= 1 && a.heads <= 256 && n == a.heads, "head_num must be 1 to 256 and that of query, not ",
+             a.heads, " and ", n);
+  op.require(!folded || a.q->view.size(2) % a.heads == 0, "hidden size ", a.q->view.size(2),
+             " is not a multiple of head_num ", a.heads);
   int64_t width = folded ? a.q->view.size(2) / a.heads : a.q->view.size(-1);
   op.require(width >= 1 && width <= 768, "head dimension must be 1 to 768, not ", width);
   op.require(folded ? k.back() % width == 0 : k.back() == width, "query and key must have the same head dimension");
@@ -129,22 +132,26 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
   op.require(a.sparse_mode >= 0 && a.sparse_mode <= 4, "sparse_mode ", a.sparse_mode, " is not emulated (0 to 4 are)");
   int64_t sq = 0, skv = 0;
   if (a.packed()) {
-    for (auto [name, ends, rows] : {std::tuple{"actual_seq_qlen", &a.q_ends, a.q->view.size(0)}, {"actual_seq_kvlen", &a.kv_ends, k[0]}}) {
+    for (auto [name, ends, rows] :
+         {std::tuple{"actual_seq_qlen", &a.q_ends, a.q->view.size(0)}, {"actual_seq_kvlen", &a.kv_ends, k[0]}}) {
       for (size_t i = 0; i < ends->size(); ++i) {
         int64_t previous = i == 0 ? 0 : (*ends)[i - 1], end = (*ends)[i];
-        op.require((end >= previous || end == 0) && end <= rows, name, " must be cumulative ends of at most ", rows, ", not ", at::IntArrayRef(*ends));
+        op.require((end >= previous || end == 0) && end <= rows, name, " must be cumulative ends of at most ", rows,
+                   ", not ", at::IntArrayRef(*ends));
       }
     }
   } else {
     int64_t batch = a.layout == "SBH" ? 1 : 0, s = a.layout == "BNSD" ? 2 : 1 - batch;
-    op.require(a.q->view.size(batch) == k[batch], "query and key must have the same batch size, not ", a.q->view.size(batch), " and ", k[batch]);
+    op.require(a.q->view.size(batch) == k[batch], "query and key must have the same batch size, not ",
+               a.q->view.size(batch), " and ", k[batch]);
     sq = a.q->view.size(s), skv = k[s];
   }
   if (a.pse) {
     op.require(!a.packed(), "pse in layout TND is not emulated");
     op.require_same_dtype("pse", a.pse, "query", a.q);
     auto p = a.pse->view.sizes();
-    op.require(p.size() == 4 && (p[0] == 1 || p[0] == a.sequences()) && p[1] == a.heads && (p[2] == 1 || p[2] == sq) && p[3] == skv,
+    op.require(p.size() == 4 && (p[0] == 1 || p[0] == a.sequences()) && p[1] == a.heads && (p[2] == 1 || p[2] == sq) &&
+                   p[3] == skv,
                "pse must be [B or 1, N, Sq or 1, Skv], not ", p);
   }
   if (!a.mask) return a;
@@ -155,7 +162,8 @@ Attention checked(const Op& op, Attention a, In drop_mask, In padding_mask, doub
                " needs the compressed upper triangular atten_mask of shape [2048, 2048], not ", m);
   } else if (a.packed()) {
     auto [longest_q, longest_kv] = a.longest();
-    op.require(m.size() == 2 && m[0] >= longest_q && m[1] >= longest_kv, "atten_mask must be [max Sq, max Skv] in layout TND, not ", m);
+    op.require(m.size() == 2 && m[0] >= longest_q && m[1] >= longest_kv,
+               "atten_mask must be [max Sq, max Skv] in layout TND, not ", m);
   } else {
     bool full = m.size() == 4 && (m[0] == 1 || m[0] == a.sequences()) && (m[1] == 1 || m[1] == a.heads);
     op.require((m.size() == 2 || full) && m[m.size() - 2] == sq && m.back() == skv,
@@ -197,9 +205,11 @@ Kernel forward(Op& op, const Attention& a, Out softmax_max, Out softmax_sum, Out
   };
 }
 
-Kernel backward(Op& op, const Attention& a, In dout, In softmax_max, In softmax_sum, In out, Out dq, Out dk, Out dv, Out dpse) {
+Kernel backward(Op& op, const Attention& a, In dout, In softmax_max, In softmax_sum, In out, Out dq, Out dk, Out dv,
+                Out dpse) {
   op.require_same_dtype("dy", dout, "query", a.q);
-  for (auto [name, tensor] : {std::pair{"softmax_max", softmax_max}, {"softmax_sum", softmax_sum}, {"attention_in", out}})
+  for (auto [name, tensor] :
+       {std::pair{"softmax_max", softmax_max}, {"softmax_sum", softmax_sum}, {"attention_in", out}})
     op.require(tensor != nullptr, name, " is required");
   if (!a.pse) dpse = nullptr;
   op.reads({a.q, a.k, a.v, dout, a.pse, softmax_max, softmax_sum, out}).writes({dq, dk, dv, dpse});
@@ -239,57 +249,71 @@ std::vector<int64_t> values(Ints array) { return array ? array->values : std::ve
 }  // namespace
 
 ACLNN(aclnnFlashAttentionScore,
-      (In q, In k, In v, In pse, In drop_mask, In padding_mask, In mask, Ints, double scale, double keep_prob, int64_t pre,
-       int64_t next, int64_t heads, const char* layout, int64_t inner_precise, int64_t sparse_mode, Out softmax_max,
-       Out softmax_sum, Out, Out out), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, {}, {}}, drop_mask,
-                   padding_mask, keep_prob);
-  return forward(op, a, softmax_max, softmax_sum, out);
-})
+      (In q, In k, In v, In pse, In drop_mask, In padding_mask, In mask, Ints, double scale, double keep_prob,
+       int64_t pre, int64_t next, int64_t heads, const char* layout, int64_t inner_precise, int64_t sparse_mode,
+       Out softmax_max, Out softmax_sum, Out, Out out),
+      {
+        auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, {}, {}},
+                         drop_mask, padding_mask, keep_prob);
+        return forward(op, a, softmax_max, softmax_sum, out);
+      })
 
 ACLNN(aclnnFlashAttentionScoreGrad,
-      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In, In out,
-       Ints, double scale, double keep_prob, int64_t pre, int64_t next, int64_t heads, const char* layout,
-       int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, {}, {}}, drop_mask,
-                   padding_mask, keep_prob);
-  return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
-})
+      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In,
+       In out, Ints, double scale, double keep_prob, int64_t pre, int64_t next, int64_t heads, const char* layout,
+       int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse),
+      {
+        auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, {}, {}},
+                         drop_mask, padding_mask, keep_prob);
+        return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
+      })
 
 ACLNN(aclnnFlashAttentionVarLenScore,
       (In q, In k, In v, In pse, In drop_mask, In padding_mask, In mask, Ints, Ints q_ends, Ints kv_ends, double scale,
        double keep_prob, int64_t pre, int64_t next, int64_t heads, const char* layout, int64_t inner_precise,
-       int64_t sparse_mode, Out softmax_max, Out softmax_sum, Out, Out out), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, values(q_ends),
-                        values(kv_ends)}, drop_mask, padding_mask, keep_prob);
-  return forward(op, a, softmax_max, softmax_sum, out);
-})
+       int64_t sparse_mode, Out softmax_max, Out softmax_sum, Out, Out out),
+      {
+        auto a = checked(op,
+                         {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode,
+                          values(q_ends), values(kv_ends)},
+                         drop_mask, padding_mask, keep_prob);
+        return forward(op, a, softmax_max, softmax_sum, out);
+      })
 
 ACLNN(aclnnFlashAttentionUnpaddingScoreGrad,
-      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In, In out,
-       Ints, Ints q_ends, Ints kv_ends, double scale, double keep_prob, int64_t pre, int64_t next, int64_t heads,
-       const char* layout, int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, values(q_ends),
-                        values(kv_ends)}, drop_mask, padding_mask, keep_prob);
-  return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
-})
+      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In,
+       In out, Ints, Ints q_ends, Ints kv_ends, double scale, double keep_prob, int64_t pre, int64_t next,
+       int64_t heads, const char* layout, int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse),
+      {
+        auto a = checked(op,
+                         {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode,
+                          values(q_ends), values(kv_ends)},
+                         drop_mask, padding_mask, keep_prob);
+        return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
+      })
 
 // V4 of the packed calls adds the order of softmax_max and softmax_sum; torch_npu takes it for softmax_layout="TND".
 ACLNN(aclnnFlashAttentionVarLenScoreV4,
       (In q, In k, In v, In pse, In drop_mask, In padding_mask, In mask, Ints, Ints q_ends, Ints kv_ends, double scale,
        double keep_prob, int64_t pre, int64_t next, int64_t heads, const char* layout, int64_t inner_precise,
-       int64_t sparse_mode, const char* stats_layout, Out softmax_max, Out softmax_sum, Out, Out out), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, values(q_ends),
-                        values(kv_ends), std::string(stats_layout) == "same_as_input"}, drop_mask, padding_mask, keep_prob);
-  return forward(op, a, softmax_max, softmax_sum, out);
-})
+       int64_t sparse_mode, const char* stats_layout, Out softmax_max, Out softmax_sum, Out, Out out),
+      {
+        auto a = checked(op,
+                         {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode,
+                          values(q_ends), values(kv_ends), std::string(stats_layout) == "same_as_input"},
+                         drop_mask, padding_mask, keep_prob);
+        return forward(op, a, softmax_max, softmax_sum, out);
+      })
 
 ACLNN(aclnnFlashAttentionUnpaddingScoreGradV4,
-      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In, In out,
-       Ints, Ints q_ends, Ints kv_ends, double scale, double keep_prob, int64_t pre, int64_t next, int64_t heads,
-       const char* layout, int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse,
-       const char* stats_layout), {
-  auto a = checked(op, {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode, values(q_ends),
-                        values(kv_ends), std::string(stats_layout) == "same_as_input"}, drop_mask, padding_mask, keep_prob);
-  return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
-})
+      (In q, In k, In v, In dout, In pse, In drop_mask, In padding_mask, In mask, In softmax_max, In softmax_sum, In,
+       In out, Ints, Ints q_ends, Ints kv_ends, double scale, double keep_prob, int64_t pre, int64_t next,
+       int64_t heads, const char* layout, int64_t inner_precise, int64_t sparse_mode, Out dq, Out dk, Out dv, Out dpse,
+       const char* stats_layout),
+      {
+        auto a = checked(op,
+                         {q, k, v, pse, mask, scale, pre, next, heads, layout, inner_precise, sparse_mode,
+                          values(q_ends), values(kv_ends), std::string(stats_layout) == "same_as_input"},
+                         drop_mask, padding_mask, keep_prob);
+        return backward(op, a, dout, softmax_max, softmax_sum, out, dq, dk, dv, dpse);
+      })

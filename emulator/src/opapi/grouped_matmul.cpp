@@ -1,6 +1,6 @@
-// Grouped matrix products y_g = x_g @ w_g (+ bias_g), accumulated in float32. Strides matter here: a view that swaps the
-// last two dimensions of contiguous memory is "transposed" and costs nothing; anything else is first copied to contiguous
-// memory (CANN's aclnn_grouped_matmul.cpp: IsTransposeLastTwoDims, ParamsDataContiguous).
+// Grouped matrix products y_g = x_g @ w_g (+ bias_g), accumulated in float32. Strides matter here: a view that swaps
+// the last two dimensions of contiguous memory is "transposed" and costs nothing; anything else is first copied to
+// contiguous memory (CANN's aclnn_grouped_matmul.cpp: IsTransposeLastTwoDims, ParamsDataContiguous).
 #include "launch.h"
 
 #include "../footprint.h"
@@ -29,7 +29,7 @@ struct Arguments {
   Tensor bias_of(int64_t group) const {
     if (!bias || bias->tensors.empty()) return {};
     return bias->tensors.size() == 1 && bias->tensors[0]->view.dim() == 2 ? bias->tensors[0]->view[group]
-                                                                         : bias->tensors[group]->view;
+                                                                          : bias->tensors[group]->view;
   }
 };
 
@@ -123,7 +123,8 @@ Kernel each_pair(Op& op, const Arguments& a) {
 // Rows of x (or of the list of x, one after the other) that belong to each weight.
 Kernel split_rows(Op& op, const Arguments& a, const std::function<std::vector<int64_t>(int64_t)>& ends_of) {
   auto x_tensors = a.x->tensors;
-  op.require(a.weights() <= (a.first_w().dim() == 3 ? 1024 : 128), "at most 1024 groups (128 in a list), not ", a.weights());
+  op.require(a.weights() <= (a.first_w().dim() == 3 ? 1024 : 128), "at most 1024 groups (128 in a list), not ",
+             a.weights());
   op.require(x_tensors.size() == 1 || static_cast<int64_t>(x_tensors.size()) == a.weights(),
              "x must be one tensor or one for each weight");
   int64_t rows = 0;
@@ -150,7 +151,8 @@ Kernel split_rows(Op& op, const Arguments& a, const std::function<std::vector<in
   };
 }
 
-// x is [M, K], transposed in memory, weight [K, N]; y[g] = x[:, rows of g] @ weight[rows of g]. Empty groups give zeros.
+// x is [M, K], transposed in memory, weight [K, N]; y[g] = x[:, rows of g] @ weight[rows of g]. Empty groups give
+// zeros.
 void check_split_inner(const Op& op, In x, In w) {
   op.require(x->view.dim() == 2 && x->view.t().is_contiguous(),
              "x must be a transposed view [M, K] of contiguous [K, M] where K is split");
@@ -158,7 +160,8 @@ void check_split_inner(const Op& op, In x, In w) {
   check_inner(op, x->view, w->view);
 }
 
-Kernel grouped_matmul(Op& op, const Arguments& a, InList quantization, In group_list, int64_t list_type, int64_t act_type) {
+Kernel grouped_matmul(Op& op, const Arguments& a, InList quantization, In group_list, int64_t list_type,
+                      int64_t act_type) {
   op.require(!quantization || quantization->tensors.empty(), "quantised grouped matmul is not emulated");
   op.require(act_type == 0, "act_type is supported with per-token quantisation only, not ", act_type);
   check_operands(op, a);
@@ -177,7 +180,8 @@ Kernel grouped_matmul(Op& op, const Arguments& a, InList quantization, In group_
       return ends;
     });
   }
-  op.require(a.x->tensors.size() == 1 && a.w->tensors.size() == 1, "group_type 2 needs x and weight to be single tensors");
+  op.require(a.x->tensors.size() == 1 && a.w->tensors.size() == 1,
+             "group_type 2 needs x and weight to be single tensors");
   In x = a.x->tensors[0], w = a.w->tensors[0], y = a.y->tensors[0];
   check_group_list(op, group_list, list_type, y->view.size(0));
   check_split_inner(op, x, w);
@@ -198,51 +202,57 @@ Kernel grouped_matmul(Op& op, const Arguments& a, InList quantization, In group_
 ACLNN(aclnnGroupedMatmulV5,
       (InList x, InList w, InList bias, InList scale, InList offset, InList antiquant_scale, InList antiquant_offset,
        InList per_token_scale, In group_list, InList, InList, InList, int64_t split_item, int64_t group_type,
-       int64_t group_list_type, int64_t act_type, Ints, InList y, InList, InList), {
-  for (InList other : {offset, antiquant_scale, antiquant_offset, per_token_scale})
-    op.require(!other || other->tensors.empty(), "quantised grouped matmul is not emulated");
-  return grouped_matmul(op, {x, w, bias, y, split_item, group_type}, scale, group_list, group_list_type, act_type);
-})
+       int64_t group_list_type, int64_t act_type, Ints, InList y, InList, InList),
+      {
+        for (InList other : {offset, antiquant_scale, antiquant_offset, per_token_scale})
+          op.require(!other || other->tensors.empty(), "quantised grouped matmul is not emulated");
+        return grouped_matmul(op, {x, w, bias, y, split_item, group_type}, scale, group_list, group_list_type,
+                              act_type);
+      })
 
 // torch_npu asks for this symbol before it accepts a tensor as group_list, and then calls V5.
 ACLNN(aclnnGroupedMatmulV4, (In), { op.refuse(kParamInvalid, "superseded by aclnnGroupedMatmulV5"); })
 
 // The older call, of npu_grouped_matmul.List: group_list is a host list of cumulative ends.
 ACLNN(aclnnGroupedMatmul,
-      (InList x, InList w, InList bias, InList scale, InList, InList, InList, Ints group_list, int64_t split_item, InList y), {
-  bool listed = group_list && !group_list->values.empty();
-  Arguments a{x, w, bias, y, split_item, listed || split_item >= 2 ? kSplitM : kNoSplit};
-  if (!listed) return grouped_matmul(op, a, scale, nullptr, kCumulative, 0);
-  op.require(!scale || scale->tensors.empty(), "quantised grouped matmul is not emulated");
-  check_operands(op, a);
-  auto ends = group_list->values;
-  op.require(a.first_w().dim() == 2, "weight must be a list of 2-D tensors where group_list is a host list");
-  op.require(static_cast<int64_t>(ends.size()) == a.weights(), "group_list must have one entry for each of the ", a.weights(),
-             " weights, not ", ends.size());
-  return split_rows(op, a, [&op, ends](int64_t rows) {
-    op.require_value(ends.back() == rows, "the last entry of group_list must be the ", rows, " rows of x, not ", ends.back());
-    return group_ends(op, at::tensor(ends, at::kLong), kCumulative, rows);
-  });
-})
+      (InList x, InList w, InList bias, InList scale, InList, InList, InList, Ints group_list, int64_t split_item,
+       InList y),
+      {
+        bool listed = group_list && !group_list->values.empty();
+        Arguments a{x, w, bias, y, split_item, listed || split_item >= 2 ? kSplitM : kNoSplit};
+        if (!listed) return grouped_matmul(op, a, scale, nullptr, kCumulative, 0);
+        op.require(!scale || scale->tensors.empty(), "quantised grouped matmul is not emulated");
+        check_operands(op, a);
+        auto ends = group_list->values;
+        op.require(a.first_w().dim() == 2, "weight must be a list of 2-D tensors where group_list is a host list");
+        op.require(static_cast<int64_t>(ends.size()) == a.weights(), "group_list must have one entry for each of the ",
+                   a.weights(), " weights, not ", ends.size());
+        return split_rows(op, a, [&op, ends](int64_t rows) {
+          op.require_value(ends.back() == rows, "the last entry of group_list must be the ", rows, " rows of x, not ",
+                           ends.back());
+          return group_ends(op, at::tensor(ends, at::kLong), kCumulative, rows);
+        });
+      })
 
 // y[g] += x_g^T @ w_g on float32 y, for gradients that are accumulated; cumulative group_list only on this chip.
 ACLNN(aclnnGroupedMatmulAdd,
       (In x, In w, In group_list, Out y, bool transpose_x, bool transpose_weight, int64_t group_type), {
-  op.require(transpose_x && !transpose_weight && group_type == kSplitK,
-             "only transpose_x=True, transpose_weight=False and group_type=2 are supported");
-  op.require_dtype("x", x, {at::kHalf, at::kBFloat16});
-  op.require_same_dtype("weight", w, "x", x);
-  op.require_dtype("y", y, at::kFloat);
-  op.require(y->view.dim() == 3 && x->view.dim() == 2 && w->view.dim() == 2, "y must be 3-D, x and weight 2-D");
-  check_group_list(op, group_list, kCumulative, y->view.size(0));
-  op.require(x->view.size(0) == w->view.size(0) && y->view.size(1) == x->view.size(1) && y->view.size(2) == w->view.size(1),
-             "x [K, M], weight [K, N] and y [G, M, N] do not match: ", x->view.sizes(), ", ", w->view.sizes(), ", ",
-             y->view.sizes());
-  op.reads({x, w, group_list, y}).writes({y});
-  return [=, &op] {
-    auto ends = group_ends(op, group_list->view, kCumulative, x->view.size(0));
-    if (emulator_skip_matmuls()) return;
-    for (int64_t g = 0, begin = 0; g < y->view.size(0); begin = ends[g++])
-      y->view[g].addmm_(f32(x).slice(0, begin, ends[g]).t(), f32(w).slice(0, begin, ends[g]));
-  };
-})
+        op.require(transpose_x && !transpose_weight && group_type == kSplitK,
+                   "only transpose_x=True, transpose_weight=False and group_type=2 are supported");
+        op.require_dtype("x", x, {at::kHalf, at::kBFloat16});
+        op.require_same_dtype("weight", w, "x", x);
+        op.require_dtype("y", y, at::kFloat);
+        op.require(y->view.dim() == 3 && x->view.dim() == 2 && w->view.dim() == 2, "y must be 3-D, x and weight 2-D");
+        check_group_list(op, group_list, kCumulative, y->view.size(0));
+        op.require(x->view.size(0) == w->view.size(0) && y->view.size(1) == x->view.size(1) &&
+                       y->view.size(2) == w->view.size(1),
+                   "x [K, M], weight [K, N] and y [G, M, N] do not match: ", x->view.sizes(), ", ", w->view.sizes(),
+                   ", ", y->view.sizes());
+        op.reads({x, w, group_list, y}).writes({y});
+        return [=, &op] {
+          auto ends = group_ends(op, group_list->view, kCumulative, x->view.size(0));
+          if (emulator_skip_matmuls()) return;
+          for (int64_t g = 0, begin = 0; g < y->view.size(0); begin = ends[g++])
+            y->view[g].addmm_(f32(x).slice(0, begin, ends[g]).t(), f32(w).slice(0, begin, ends[g]));
+        };
+      })

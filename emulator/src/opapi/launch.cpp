@@ -21,8 +21,8 @@ void aclOpExecutor::require_same_dtype(const char* a, In x, const char* b, In y)
 }
 
 void aclOpExecutor::require_same_shape(const char* a, In x, const char* b, In y) const {
-  require(x->view.sizes() == y->view.sizes(), a, " and ", b, " must have the same shape, not ", x->view.sizes(), " and ",
-          y->view.sizes());
+  require(x->view.sizes() == y->view.sizes(), a, " and ", b, " must have the same shape, not ", x->view.sizes(),
+          " and ", y->view.sizes());
 }
 
 aclOpExecutor& aclOpExecutor::reads(std::initializer_list<In> inputs) {
@@ -59,13 +59,9 @@ int guarded(const std::string& name, const std::function<void()>& phase) {
   try {
     phase();
     return 0;
-  } catch (const Refusal& refusal) {
-    return fail(refusal.code, refusal.what());
-  } catch (const c10::Error& error) {
+  } catch (const Refusal& refusal) { return fail(refusal.code, refusal.what()); } catch (const c10::Error& error) {
     return fail(kRuntimeError, error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return fail(kRuntimeError, error.what());
-  }
+  } catch (const std::exception& error) { return fail(kRuntimeError, error.what()); }
 }
 }  // namespace
 

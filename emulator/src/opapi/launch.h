@@ -1,6 +1,7 @@
-// How an aclnn operator is written here. An operator is two C functions: aclnnXGetWorkspaceSize checks the arguments and
-// makes an executor, aclnnX runs it. ACLNN() defines both from a signature and one body. The body is the first phase: it
-// states the rules and the traffic with the calls of `op` below and returns the kernel, which is the second phase.
+// How an aclnn operator is written here. An operator is two C functions: aclnnXGetWorkspaceSize checks the arguments
+// and makes an executor, aclnnX runs it. ACLNN() defines both from a signature and one body. The body is the first
+// phase: it states the rules and the traffic with the calls of `op` below and returns the kernel, which is the second
+// phase.
 //
 //   ACLNN(aclnnSwiGlu, (In x, int64_t dim, Out y), {
 //     op.require(x->view.size(dim) % 2 == 0, "dimension ", dim, " of x must be even");
@@ -8,8 +9,8 @@
 //     return [=] { auto half = f32(x).chunk(2, dim); y->view.copy_(at::silu(half[0]) * half[1]); };
 //   })
 //
-// aclnn arguments are untyped: torch_npu casts the function pointer to whatever it passes. A wrong signature here computes
-// on garbage, which is why each operator has a numeric test.
+// aclnn arguments are untyped: torch_npu casts the function pointer to whatever it passes. A wrong signature here
+// computes on garbage, which is why each operator has a numeric test.
 #pragma once
 #include <functional>
 #include <initializer_list>
@@ -40,12 +41,18 @@ struct aclOpExecutor {
   Kernel kernel;
 
   template <typename... Parts>
-  [[noreturn]] void refuse(int code, const Parts&... rule) const { throw Refusal(code, c10::str(rule...)); }
+  [[noreturn]] void refuse(int code, const Parts&... rule) const {
+    throw Refusal(code, c10::str(rule...));
+  }
   template <typename... Parts>
-  void require(bool holds, const Parts&... rule) const { if (!holds) refuse(kParamInvalid, rule...); }
+  void require(bool holds, const Parts&... rule) const {
+    if (!holds) refuse(kParamInvalid, rule...);
+  }
   // A rule about values in device memory: the hardware would read or write out of bounds, so it is checked at launch.
   template <typename... Parts>
-  void require_value(bool holds, const Parts&... rule) const { if (!holds) refuse(kRuntimeError, rule...); }
+  void require_value(bool holds, const Parts&... rule) const {
+    if (!holds) refuse(kRuntimeError, rule...);
+  }
   // Dtype in `allowed`, by default the floating-point types of 910B.
   void require_dtype(const char* argument, In tensor,
                      at::ArrayRef<at::ScalarType> allowed = {at::kHalf, at::kBFloat16, at::kFloat}) const;
@@ -69,8 +76,8 @@ int launch(aclOpExecutor* executor);
 
 #define UNPACK(...) __VA_ARGS__
 #define EXPORT extern "C" __attribute__((visibility("default")))
-#define ACLNN(name, signature, ...)                                                                           \
-  EXPORT int name##GetWorkspaceSize(UNPACK signature, uint64_t* workspace_size, aclOpExecutor** executor) {   \
-    return plan(#name, workspace_size, executor, [&](Op& op) -> Kernel __VA_ARGS__);                          \
-  }                                                                                                           \
+#define ACLNN(name, signature, ...)                                                                         \
+  EXPORT int name##GetWorkspaceSize(UNPACK signature, uint64_t* workspace_size, aclOpExecutor** executor) { \
+    return plan(#name, workspace_size, executor, [&](Op& op)->Kernel __VA_ARGS__);                          \
+  }                                                                                                         \
   EXPORT int name(void*, uint64_t, aclOpExecutor* executor, void*) { return launch(executor); }

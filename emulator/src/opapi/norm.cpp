@@ -2,7 +2,9 @@
 #include "launch.h"
 
 namespace {
-struct Normalized { Tensor x, rstd; };  // float32; rstd keeps the normalized dimensions as ones
+struct Normalized {
+  Tensor x, rstd;
+};  // float32; rstd keeps the normalized dimensions as ones
 
 std::vector<int64_t> trailing(In gamma) {
   std::vector<int64_t> dims(gamma->view.dim());
@@ -19,8 +21,8 @@ void check_shapes(const Op& op, In x, In gamma) {
   auto sizes = x->view.sizes();
   size_t k = gamma->view.dim();
   op.require(sizes.size() >= 1 && sizes.size() <= 8, "x must have 1 to 8 dimensions, not ", sizes.size());
-  op.require(k >= 1 && k <= sizes.size() && sizes.slice(sizes.size() - k) == gamma->view.sizes(),
-             "gamma of shape ", gamma->view.sizes(), " must equal the trailing dimensions of x of shape ", sizes);
+  op.require(k >= 1 && k <= sizes.size() && sizes.slice(sizes.size() - k) == gamma->view.sizes(), "gamma of shape ",
+             gamma->view.sizes(), " must equal the trailing dimensions of x of shape ", sizes);
 }
 
 // aclnnRmsNorm takes float32 gamma beside half-precision x, but not the other way round.

@@ -60,7 +60,9 @@ void check(const Op& op, In x, In cos, In sin, int64_t mode, bool cos_gradients)
   op.require(cs.size() == xs.size(), "cos must have as many dimensions as x, not ", cs.size(), " and ", xs.size());
   op.require(cs.back() == xs.back(), "cos of head dimension ", cs.back(), " must have that of x, ", xs.back());
   op.require(xs.back() % 2 == 0 && xs.back() < 896, "head dimension must be even and below 896, not ", xs.back());
-  struct Layout { int64_t b, n, s; };
+  struct Layout {
+    int64_t b, n, s;
+  };
   static const std::vector<Layout> tnd{{-1, 1, 0}}, dense{{0, 1, 2}, {0, 2, 1}, {1, 2, 0}};  // BNSD, BSND, SBND
   std::string first;
   int code = 0;
@@ -93,7 +95,8 @@ ACLNN(aclnnRotaryPositionEmbeddingV2, (In x, In cos, In sin, int64_t mode, In ma
   if (matrix) {
     int64_t width = x->view.size(-1);
     op.require_same_dtype("rotate", matrix, "x", x);
-    op.require(matrix->view.sizes() == at::IntArrayRef({width, width}), "rotate must be of shape [", width, ", ", width, "]");
+    op.require(matrix->view.sizes() == at::IntArrayRef({width, width}), "rotate must be of shape [", width, ", ", width,
+               "]");
   }
   op.reads({x, cos, sin, matrix}).writes({y});
   return rotate(x, cos, sin, mode, matrix, y);

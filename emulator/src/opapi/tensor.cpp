@@ -24,7 +24,9 @@ at::ScalarType scalar_type(int acl_type) {
 }
 
 template <typename T>
-at::Scalar read(const void* value) { return at::Scalar(*static_cast<const T*>(value)); }
+at::Scalar read(const void* value) {
+  return at::Scalar(*static_cast<const T*>(value));
+}
 }  // namespace
 
 EXPORT aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dims, int acl_type, const int64_t* strides,
@@ -48,15 +50,36 @@ EXPORT aclScalar* aclCreateScalar(const void* value, int acl_type) {
 
 EXPORT aclIntArray* aclCreateIntArray(const int64_t* v, uint64_t n) { return new aclIntArray{{v, v + n}}; }
 EXPORT aclFloatArray* aclCreateFloatArray(const float* v, uint64_t n) { return new aclFloatArray{{v, v + n}}; }
-EXPORT aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) { return new aclBoolArray{std::vector<bool>(v, v + n)}; }
-EXPORT aclTensorList* aclCreateTensorList(const aclTensor* const* v, uint64_t n) { return new aclTensorList{{v, v + n}}; }
-EXPORT aclScalarList* aclCreateScalarList(const aclScalar* const* v, uint64_t n) { return new aclScalarList{{v, v + n}}; }
+EXPORT aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) {
+  return new aclBoolArray{std::vector<bool>(v, v + n)};
+}
+EXPORT aclTensorList* aclCreateTensorList(const aclTensor* const* v, uint64_t n) {
+  return new aclTensorList{{v, v + n}};
+}
+EXPORT aclScalarList* aclCreateScalarList(const aclScalar* const* v, uint64_t n) {
+  return new aclScalarList{{v, v + n}};
+}
 
-EXPORT int aclDestroyTensor(const aclTensor* handle) { delete handle; return 0; }
-EXPORT int aclDestroyScalar(const aclScalar* handle) { delete handle; return 0; }
-EXPORT int aclDestroyIntArray(const aclIntArray* handle) { delete handle; return 0; }
-EXPORT int aclDestroyFloatArray(const aclFloatArray* handle) { delete handle; return 0; }
-EXPORT int aclDestroyBoolArray(const aclBoolArray* handle) { delete handle; return 0; }
+EXPORT int aclDestroyTensor(const aclTensor* handle) {
+  delete handle;
+  return 0;
+}
+EXPORT int aclDestroyScalar(const aclScalar* handle) {
+  delete handle;
+  return 0;
+}
+EXPORT int aclDestroyIntArray(const aclIntArray* handle) {
+  delete handle;
+  return 0;
+}
+EXPORT int aclDestroyFloatArray(const aclFloatArray* handle) {
+  delete handle;
+  return 0;
+}
+EXPORT int aclDestroyBoolArray(const aclBoolArray* handle) {
+  delete handle;
+  return 0;
+}
 EXPORT int aclDestroyTensorList(const aclTensorList* handle) {  // the list owns its tensors
   for (auto* tensor : handle->tensors) delete tensor;
   delete handle;

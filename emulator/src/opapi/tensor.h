@@ -6,9 +6,21 @@
 struct aclTensor {
   at::Tensor view;  // shape, strides, offset and dtype of the caller's tensor, on the caller's storage
 };
-struct aclScalar { at::Scalar value; };
-struct aclIntArray { std::vector<int64_t> values; };
-struct aclFloatArray { std::vector<float> values; };
-struct aclBoolArray { std::vector<bool> values; };
-struct aclTensorList { std::vector<const aclTensor*> tensors; };
-struct aclScalarList { std::vector<const aclScalar*> scalars; };
+struct aclScalar {
+  at::Scalar value;
+};
+struct aclIntArray {
+  std::vector<int64_t> values;
+};
+struct aclFloatArray {
+  std::vector<float> values;
+};
+struct aclBoolArray {
+  std::vector<bool> values;
+};
+struct aclTensorList {
+  std::vector<const aclTensor*> tensors;
+};
+struct aclScalarList {
+  std::vector<const aclScalar*> scalars;
+};
