@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ..specs import Router
 from .probe import FLOATS, forward, near, parameters, run
-from .stand_in import Mismatch, random, stand_in
+from .stand_in import Mismatch, random, stand_in, whole
 
 TOKENS = 64
 
@@ -31,8 +31,9 @@ def route(logits, k, score, renormalize, correction_bias, groups):
 
 
 def match_router(module):
-    matrices = {n: p for n, p in module.named_parameters() if p.dim() == 2 and p.shape[0] > 1}
-    if len(matrices) != 1 or any(p.dim() > 2 for p in module.parameters()):
+    weights = {name: whole(parameter) for name, parameter in module.named_parameters()}
+    matrices = {name: weight for name, weight in weights.items() if weight.dim() == 2 and weight.shape[0] > 1}
+    if len(matrices) != 1 or any(weight.dim() > 2 for weight in weights.values()):
         raise Mismatch("is not one matrix of scores", candidate=False)
     (name, matrix), *_ = matrices.items()
     probe = Probe(module, name, *matrix.shape)

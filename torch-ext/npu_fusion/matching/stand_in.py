@@ -27,7 +27,13 @@ def random(seed, *shape, scale=1.0, dtype=torch.float32):
 def own_tensors(module):
     """Parameters, buffers and plain attributes of the module itself, by name."""
     owned = itertools.chain(module._parameters.items(), module._buffers.items(), vars(module).items())
-    return {name: value for name, value in owned if isinstance(value, torch.Tensor)}
+    return {name: whole(value) for name, value in owned if isinstance(value, torch.Tensor)}
+
+
+def whole(tensor):
+    """DeepSpeed's ZeRO-3 leaves an empty tensor in place of a weight; nothing here reads more than its shape."""
+    shape = getattr(tensor, "ds_shape", None)
+    return tensor if shape is None else torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 def written_class(module):
