@@ -62,11 +62,11 @@ def environment(pair: Pair) -> Path:
         command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *requirements]
         if subprocess.run(command).returncode:
             sys.exit(f"{pair.name}: pip does not install them together")
-        # after the pair's own packages on the path, so that these win
-        shared = [sysconfig.get_path("purelib"), str(ROOT / "emulator")]
-        site = sysconfig.get_path("purelib", vars={"base": str(directory)})
-        Path(site, "zz_shared.pth").write_text("\n".join(shared) + "\n")
         stamp.touch()
+    # after the pair's own packages on the path, so that these win
+    shared = [sysconfig.get_path("purelib"), str(ROOT / "emulator")]
+    site = sysconfig.get_path("purelib", vars={"base": str(directory)})
+    Path(site, "zz_shared.pth").write_text("\n".join(shared) + "\n")
     return python
 
 

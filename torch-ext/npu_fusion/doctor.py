@@ -245,8 +245,6 @@ def base(version: str) -> str:
 
 
 def import_torch() -> Iterator[Finding]:
-    if version("torch") is None or version("torch_npu") is None:
-        return
     try:
         import torch
 
@@ -488,9 +486,15 @@ def doctor(path: Optional[os.PathLike] = None, hub: bool = False) -> Diagnosis:
     """
     path = Path(path).resolve() if path is not None else HERE
     findings: List[Finding] = [Finding("python", OK, f"{platform.python_version()} on {platform.machine()}")]
-    for step in (torch_build(), import_torch(), cann(path), pair(path), kernel_files(path)):
-        findings += step
-    if not any(finding.subject == "import torch" for finding in findings):  # kernels would import it, once more
+    findings += torch_build()
+    # beside a wrong build of torch, the import of torch_npu may end the process, and this table with it
+    importable = "torch_npu" in sys.modules or not any(finding.status == FAULT for finding in findings)
+    if importable:
+        imported = list(import_torch())
+        findings += imported
+        importable = imported[0].subject != "import torch"
+    findings += [*cann(path), *pair(path), *kernel_files(path)]
+    if importable:  # kernels imports torch for it
         findings += variant(path)
     findings += places()
     if hub:
