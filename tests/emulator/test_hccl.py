@@ -479,7 +479,7 @@ def mismatch(kind):
 def test_mismatch(kind, calls):
     outcomes = launch.run_to_outcomes(mismatch, 2, kind)
     for outcome, other in zip(outcomes, reversed(outcomes), strict=True):
-        assert outcome.seconds < 5
+        assert outcome.seconds < 30  # at once, but for a busy machine; a timeout would take 48 s
         # A rank that was told why the other left repeats what that one said.
         assert "mismatch: this rank calls" in outcome.error
         assert all(call in outcome.error for call in calls), outcome.error
@@ -509,7 +509,7 @@ def dies(how):
     rank = dist.get_rank()
     if rank == 1:
         if how == "with a forked child" and os.fork() == 0:
-            time.sleep(2)
+            time.sleep(4)
             os._exit(0)
         if how == "exit":
             os._exit(3)
@@ -526,7 +526,7 @@ def test_dead_rank(how):
     assert outcomes[1].exitcode == (3 if how == "exit" else -signal.SIGKILL)
     for rank in (0, 2, 3):
         seconds, message = outcomes[rank].value
-        assert seconds < 1, "a death is noticed at once, not after a timeout"
+        assert seconds < 3, "a death is noticed at once, not after a timeout"
         assert "rank 1 (process" in message and "is gone: its process has exited or was killed" in message
 
 
