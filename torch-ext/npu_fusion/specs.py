@@ -7,7 +7,8 @@ that a spec states (dtypes, ranks, layouts) belong to the module's own forward t
 """
 
 from dataclasses import dataclass
-from typing import Optional, Tuple
+from functools import cached_property
+from typing import Dict, Optional, Tuple
 
 import torch
 
@@ -17,9 +18,8 @@ class Declined:
     """The module is left alone. `reason` is for the person who reads the report: its subject is the module."""
 
     reason: str
-    kind: Optional[str] = (
-        None  # norm | mlp | rotary | experts | router: what it nearly is; None: nothing that could be fused
-    )
+    # norm | mlp | rotary | experts | router: what it nearly is; unknown: it raised; None: nothing that could be fused
+    kind: Optional[str] = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Rotary:
     dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
     upcast: bool = False  # half precision is computed in fp32 and rounded once
     ranks: Tuple[Tuple[int, int], ...] = ()  # ranks of (x, cos) seen to agree; cos has as many positions as x
+
+    @cached_property
+    def result_dtypes(self) -> Dict[Tuple[torch.dtype, torch.dtype], torch.dtype]:
+        return {pair[:2]: pair[2] for pair in self.dtypes}
 
 
 @dataclass(frozen=True)

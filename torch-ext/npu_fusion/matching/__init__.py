@@ -62,7 +62,7 @@ def match(target):
     except Mismatch as mismatch:
         return Declined(str(mismatch))
     except Exception as error:
-        return Declined(f"could not be looked at: {type(error).__name__}: {error}")
+        return Declined(f"could not be looked at: {type(error).__name__}: {error}", "unknown")
     with _lock, isolated():
         try:
             answer = PROBES[kind](target)
