@@ -106,7 +106,7 @@ ROTARY, APPLY = "aclnnRotaryPositionEmbeddingV2", "aclnnApplyRotaryPosEmbV2"
 REFUSALS = {
     "561002, aligned": (lambda: rotary((2, 5, 1, 64), (1, 1, 1, 64)), ROTARY, "561002"),
     "561002, aligned, bf16": (lambda: rotary((4, 11, 5, 64), (1, 1, 5, 64), dtype=BF16), ROTARY, "561002"),
-    "561002, unaligned": (lambda: rotary((2, 2, 48, 72), (1, 1, 48, 72)), ROTARY, "561002"),
+    "561002, unaligned": (lambda: rotary((2, 2, 336, 72), (1, 1, 336, 72)), ROTARY, "561002"),
     "width 896": (lambda: rotary((2, 3, 5, 896), (2, 1, 5, 896)), ROTARY, "even and below 896, not 896"),
     "odd width": (lambda: rotary((2, 3, 5, 7), (2, 1, 5, 7)), ROTARY, "even and below 896, not 7"),
     "cos width": (lambda: rotary((2, 3, 5, 8), (2, 1, 5, 4)), ROTARY, "must have that of x"),
@@ -167,7 +167,8 @@ def test_refuses(rule):
         ((1, 40, 5, 64), (1, 1, 5, 64)),
         ((4, 10, 5, 64), (1, 1, 5, 64)),
         ((4, 11, 5, 64), (4, 1, 5, 64)),
-        ((2, 2, 400, 72), (1, 1, 400, 72)),
+        ((2, 2, 337, 72), (1, 1, 337, 72)),  # 48 cores: 8 positions each
+        ((2, 2, 5, 88), (1, 1, 5, 88)),
     ],
     ids=str,
 )

@@ -27,7 +27,7 @@ using Kernel = std::function<void()>;
 using at::Tensor;
 
 // Return codes of aclnn (aclnn_base.h).
-constexpr int kParamNull = 161001, kParamInvalid = 161002, kTilingFailed = 561002, kRuntimeError = 361001;
+constexpr int kParamInvalid = 161002, kTilingFailed = 561002, kRuntimeError = 361001;
 
 struct Refusal : std::runtime_error {
   int code;

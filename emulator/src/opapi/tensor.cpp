@@ -1,4 +1,5 @@
-// Creation and destruction of the aclnn handles; torch_npu finds these functions by name in libopapi.so.
+// Creation and destruction of the aclnn handles that the emulated operators take; torch_npu finds these functions by
+// name in libopapi.so.
 #include "tensor.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -39,25 +40,16 @@ EXPORT aclTensor* aclCreateTensor(const int64_t* sizes, uint64_t dims, int acl_t
 
 EXPORT aclScalar* aclCreateScalar(const void* value, int acl_type) {
   switch (scalar_type(acl_type)) {
-    case at::kFloat: return new aclScalar{read<float>(value)};
     case at::kDouble: return new aclScalar{read<double>(value)};
     case at::kLong: return new aclScalar{read<int64_t>(value)};
-    case at::kInt: return new aclScalar{read<int32_t>(value)};
     case at::kBool: return new aclScalar{read<bool>(value)};
     default: TORCH_CHECK(false, "a scalar of aclDataType ", acl_type, " is not emulated");
   }
 }
 
 EXPORT aclIntArray* aclCreateIntArray(const int64_t* v, uint64_t n) { return new aclIntArray{{v, v + n}}; }
-EXPORT aclFloatArray* aclCreateFloatArray(const float* v, uint64_t n) { return new aclFloatArray{{v, v + n}}; }
-EXPORT aclBoolArray* aclCreateBoolArray(const bool* v, uint64_t n) {
-  return new aclBoolArray{std::vector<bool>(v, v + n)};
-}
 EXPORT aclTensorList* aclCreateTensorList(const aclTensor* const* v, uint64_t n) {
   return new aclTensorList{{v, v + n}};
-}
-EXPORT aclScalarList* aclCreateScalarList(const aclScalar* const* v, uint64_t n) {
-  return new aclScalarList{{v, v + n}};
 }
 
 EXPORT int aclDestroyTensor(const aclTensor* handle) {
@@ -72,21 +64,8 @@ EXPORT int aclDestroyIntArray(const aclIntArray* handle) {
   delete handle;
   return 0;
 }
-EXPORT int aclDestroyFloatArray(const aclFloatArray* handle) {
-  delete handle;
-  return 0;
-}
-EXPORT int aclDestroyBoolArray(const aclBoolArray* handle) {
-  delete handle;
-  return 0;
-}
 EXPORT int aclDestroyTensorList(const aclTensorList* handle) {  // the list owns its tensors
   for (auto* tensor : handle->tensors) delete tensor;
-  delete handle;
-  return 0;
-}
-EXPORT int aclDestroyScalarList(const aclScalarList* handle) {
-  for (auto* scalar : handle->scalars) delete scalar;
   delete handle;
   return 0;
 }

@@ -12,15 +12,6 @@ struct aclScalar {
 struct aclIntArray {
   std::vector<int64_t> values;
 };
-struct aclFloatArray {
-  std::vector<float> values;
-};
-struct aclBoolArray {
-  std::vector<bool> values;
-};
 struct aclTensorList {
   std::vector<const aclTensor*> tensors;
-};
-struct aclScalarList {
-  std::vector<const aclScalar*> scalars;
 };
