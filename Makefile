@@ -26,11 +26,11 @@ endif
 # What is told about this user's own cache and token, or done with them, is not about those above.
 USERS := env -u HF_HOME -u XDG_CACHE_HOME -u HF_HUB_OFFLINE
 
-.PHONY: help demo test test-matrix lint build bundle publish doctor emulator clean coverage
+.PHONY: help demo test test-parallel test-matrix lint build bundle publish doctor emulator clean coverage
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(VENV)/.installed: pyproject.toml emulator/pyproject.toml
 	@echo "setting up .venv (once; PyTorch and transformers are downloaded)"
@@ -50,6 +50,20 @@ demo: $(DEVICE)  ## a real model answers, before and after its layers are swappe
 
 test: $(DEVICE)  ## run the tests
 	@$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
+
+# DeepSpeed in an environment of its own: it is no dependency of anything here
+DEEPSPEED := $(CACHE)/deepspeed
+$(DEEPSPEED)/.installed: pyproject.toml emulator/pyproject.toml
+	@echo "setting up DeepSpeed's own environment (once)"
+	$(PYTHON) -m venv $(DEEPSPEED)
+	$(DEEPSPEED)/bin/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
+	$(DEEPSPEED)/bin/python -m pip install --quiet $(PIP_ARGS) --group dev
+	DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	$(DEEPSPEED)/bin/python -m pip install --quiet --no-deps --editable emulator
+	@touch $@
+
+test-parallel: $(DEVICE) $(DEEPSPEED)/.installed  ## the longer cases of parallel training: four ranks, DeepSpeed ZeRO-3
+	@DEEPSPEED_PYTHON=$(DEEPSPEED)/bin/python $(PY) -m pytest -m slow tests/distributed $(ARGS)
 
 test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers and kernels; writes README's table
 	@$(PY) scripts/matrix.py $(ARGS)
