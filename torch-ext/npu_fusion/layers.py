@@ -131,15 +131,18 @@ class GeGLUMLP(nn.Module):
 
 def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim):
     """The rotated tensors, or None where an input lies outside of what `spec` covers."""
-    width = cos.shape[-1] * (2 if spec.cos == "half_width" else 1)
+    ranks, results = cos.dim(), []
+    if ranks < 2:
+        return None
+    width, positions = cos.shape[-1] * (2 if spec.cos == "half_width" else 1), cos.shape[-2]
     for tensor in tensors:
-        if (tensor.dim(), cos.dim()) not in spec.ranks:
+        shape = tensor.shape
+        results.append(spec.result_dtypes.get((tensor.dtype, cos.dtype)))
+        if results[-1] is None or (len(shape), ranks) not in spec.ranks:
             return None
-        if not any(pair[:2] == (tensor.dtype, cos.dtype) for pair in spec.dtypes):
+        if shape[-1] != width and spec.partial != "first":
             return None
-        if tensor.shape[-1] != width and spec.partial != "first":
-            return None
-        if cos.shape[-2] not in tensor.shape[-3:-1]:  # a table of other positions
+        if positions != shape[-2] and positions not in shape[-3:-1]:  # a table of other positions
             return None
     if spec.cos == "first_half":
         cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
@@ -153,11 +156,11 @@ def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, s
     if unsqueeze_dim is not None:
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     rotated = []
-    for tensor in tensors:
-        result = next(pair[2] for pair in spec.dtypes if pair[:2] == (tensor.dtype, cos.dtype))
+    for tensor, dtype in zip(tensors, results):
         if spec.style == "interleaved_to_half":
             tensor = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        rotated.append(ops.rotary(tensor, cos, sin, spec.style == "interleaved").to(result))
+        tensor = ops.rotary(tensor, cos, sin, spec.style == "interleaved")
+        rotated.append(tensor if tensor.dtype == dtype else tensor.to(dtype))
     return tuple(rotated)
 
 
@@ -238,6 +241,8 @@ def experts_forward(
 class MoEExperts(nn.Module):
     """(hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k]) -> [T, H]: see `experts_forward`."""
 
+    can_torch_compile = True
+
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -246,6 +251,8 @@ class MoEExperts(nn.Module):
 
 class TopKRouter(nn.Module):
     """hidden_states [T, H] -> logits [T, E], weights [T, k] and index [T, k], in the module's own order."""
+
+    can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> Tuple[torch.Tensor, ...]:
         spec = spec_of(self)
@@ -279,6 +286,8 @@ class TopKRouter(nn.Module):
 class PreNormDecoderLayer(nn.Module):
     """hidden_states [B, S, H] -> [B, S, H]: the residual is added and normalised in one launch: see `specs.DecoderLayer`."""
 
+    can_torch_compile = True
+
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         spec = spec_of(self)
         norm = self._modules[spec.post_norm] if type(spec) is DecoderLayer else None
@@ -293,8 +302,8 @@ class PreNormDecoderLayer(nn.Module):
         ):
             return type(self).forward(self, hidden_states, *args, **kwargs)
         arguments = {**dict(spec.arguments), **{k: v for k, v in kwargs.items() if k not in spec.ignored}}
-        normed = self._modules[spec.input_norm](hidden_states)
-        attended = self._modules[spec.attention](hidden_states=normed, **arguments)[0]
-        weight = getattr(norm, norm_spec.weight)
-        normed, residual = ops.add_rms_norm(attended, hidden_states, weight, norm_spec.eps)
-        return residual + self._modules[spec.mlp](normed)
+        # one name for what each step replaces, so that nothing is kept in memory while the MLP runs
+        states = self._modules[spec.input_norm](hidden_states)
+        states = self._modules[spec.attention](hidden_states=states, **arguments)[0]
+        states, residual = ops.add_rms_norm(states, hidden_states, getattr(norm, norm_spec.weight), norm_spec.eps)
+        return residual + self._modules[spec.mlp](states)
