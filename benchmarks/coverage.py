@@ -201,21 +201,20 @@ class Host:
 
 
 def check_dtype(host: Host, dtype: str, result: Result) -> None:
+    spec = npu.matching.match(host.target)
+    layer = npu.mapping.layer_for(spec)
+    if isinstance(layer, npu.specs.Declined):
+        result.reason = result.reason or layer.reason + (f" ({dtype})" if result.status == "verified" else "")
+        if result.status == "declined" and not isinstance(spec, npu.specs.Declined):
+            result.status = "recognised"
+        return
     inputs = list(host.inputs())
     eager = [evaluate(host, args) for args in inputs]
     exact = [evaluate_on_cpu(host, args) for args in inputs]
     npu.kernelize(host.model)
-    layer = host.swapped_layer()
-    if layer is None:
-        spec = npu.matching.match(host.target)
-        recognised = not isinstance(spec, npu.specs.Declined)
-        reason = spec if not recognised else npu.mapping.layer_for(spec)
-        result.reason = result.reason or reason.reason + (f" ({dtype})" if result.status == "verified" else "")
-        if result.status == "declined" and recognised:
-            result.status = "recognised"
-        return
-    if not inputs:
-        result.status, result.reason = "wrong", "swapped, but no input was found that eager takes"
+    if not inputs or host.swapped_layer() != layer:
+        result.status = "wrong"
+        result.reason = f"{layer} was not swapped in" if inputs else "no input was found that eager takes"
         return
     result.layer = layer
     errors, wrong = [0.0, 0.0], False
