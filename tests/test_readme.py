@@ -14,7 +14,7 @@ from pathlib import Path
 import npu_emulator.auto  # noqa: F401  this file is a program of its own, too: see run_statements
 import pytest
 import torch
-from kernels import get_kernel
+from kernels import Mode, get_kernel, kernelize
 from models.families import FAMILIES, build_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -148,6 +148,8 @@ def run_statements(code: list[str]) -> None:
             if "npu" not in names:
                 continue
             model = names["model"].to("npu")
+            if "register_kernel_mapping" in ast.unparse(statement):  # the entry is there to be found by plain kernels
+                kernelize(model, mode=Mode.INFERENCE, device="npu")
             with torch.no_grad():
                 finite = bool(model(**names["inputs"]).logits.isfinite().all())
             state = {
@@ -156,6 +158,7 @@ def run_statements(code: list[str]) -> None:
                 "swapped": names["npu"].report(model).swapped,
                 "merged": hasattr(getattr(model.model.layers[0], "mlp", None), "gate_up_proj"),
                 "kernel": names["npu"].__file__,
+                "norm": model.model.norm.forward.__qualname__,
             }
             print("@", json.dumps(state), flush=True)
 
@@ -227,6 +230,11 @@ def test_merged_at_load(states):
 
 def test_experts_by_name(states):
     assert after(states, "experts_implementation=")["swapped"] == {"MoEExperts": 2}
+
+
+def test_an_entry_of_the_default_map_serves_plain_kernels(states):
+    assert after(states, "import LayerRepository")["norm"] == "Qwen3MoeRMSNorm.forward"
+    assert after(states, "register_kernel_mapping")["norm"] == "RMSNorm.forward"
 
 
 if __name__ == "__main__":
