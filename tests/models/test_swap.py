@@ -257,9 +257,9 @@ def saved(tmp_path):
     return tmp_path
 
 
-def load(path, **options):
+def load(path, device_map="npu", **options):
     return transformers.AutoModelForCausalLM.from_pretrained(
-        path, device_map="npu", attn_implementation="eager", **options
+        path, device_map=device_map, attn_implementation="eager", **options
     )
 
 
@@ -276,6 +276,57 @@ def test_kernel_config_at_model_load_survives_changes_of_mode(saved, eager):
     for mode in ("eval", "train", "eval"):
         assert npu.report(getattr(model, mode)()).swapped == LLAMA
     assert close(logits(model), eager)
+    npu.restore(model)
+
+
+OFFLOADED = {
+    "model.embed_tokens": "npu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "npu",
+    "model.norm": "npu",
+    "model.rotary_emb": "npu",
+    "lm_head": "npu",
+}
+
+
+def how(name):
+    return {"kernel_config": npu.KernelConfig()} if name == "kernel_config" else {"use_kernels": True}
+
+
+@pytest.mark.parametrize("name", ["kernel_config", "use_kernels"])
+def test_offloading_hooks_survive_the_swap_and_changes_of_mode(registered, saved, eager, name):
+    model = load(saved, device_map=OFFLOADED, **how(name))
+    for mode in ("train", "eval"):
+        assert npu.report(getattr(model, mode)()).swapped == LLAMA
+    hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
+    assert len(hooked) > 10 and all(hasattr(module, "_old_forward") for module in hooked)
+    assert close(logits(model), eager), "the hooks still move weights and inputs to the device"
+    npu.restore(model)
+
+
+@pytest.mark.parametrize("name", ["kernel_config", "use_kernels"])
+def test_loading_in_half_precision_and_shards(registered, tmp_path, name):
+    build_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = load(tmp_path, dtype=torch.bfloat16, **how(name))
+    assert npu.report(model).swapped == FAMILIES["qwen3_moe"][2]
+    assert logits(model).dtype == torch.bfloat16 and logits(model).isfinite().all()
+    npu.restore(model)
+
+
+def test_plain_kernelize_leaves_a_wrapped_forward_alone(registered):
+    model = build_model("llama")
+    module = model.model.norm
+    original = module.forward
+
+    def tp_forward(*args):
+        return original(*args)
+
+    module.forward = tp_forward
+    kernels.kernelize(model, mode=Mode.INFERENCE, device="npu")
+    assert module.forward is tp_forward
+    (row,) = [row for row in npu.report(model).rows if not row.swapped]
+    assert "tp_forward" in row.reason
     npu.restore(model)
 
 

@@ -93,6 +93,11 @@ def wrapper_of(module: nn.Module) -> Optional[str]:
     return getattr(forward, "__qualname__", type(forward).__name__)
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether something else stands in `module.forward`, so that replacing it would lose that."""
+    return "_old_forward" in module.__dict__ or wrapper_of(module) is not None
+
+
 def current_forward(module: nn.Module) -> Any:
     return module.__dict__.get("_old_forward", module.__dict__.get("forward"))
 
@@ -177,28 +182,26 @@ def kernelize(
 
 def swap(model: nn.Module, site: Site, layer: Union[str, Declined]) -> None:
     """Bring the site to what was decided: `layer` runs there, or the original does and the reason is on record."""
-    if site.scope is not None:
-        if isinstance(layer, str):
-            share(model, site)
-        else:
-            release(model, site)
-        return
-    module = site.module
+    if site.scope is None:
+        swap_module(site.module, site.spec, layer)
+    elif isinstance(layer, str):
+        share(model, site)
+    else:
+        release(model, site)
+
+
+def swap_module(module: nn.Module, spec: Any, layer: Union[str, Declined]) -> None:
     wrapper = wrapper_of(module)
-    if (
-        isinstance(layer, str)
-        and wrapper is not None
-        and not (isinstance(site.spec, Experts) and use_experts_interface(module))
-    ):
+    reached = wrapper is None or (isinstance(spec, Experts) and use_experts_interface(module))
+    if isinstance(layer, str) and not reached:
         layer = Declined(f"its forward is wrapped on the instance ({wrapper})")
-    if isinstance(layer, Declined):
-        module.__dict__[SPEC] = layer
-        if wrapper is None and swapped_layer(site):
-            set_forward(module, None)
+    module.__dict__[SPEC] = layer if isinstance(layer, Declined) else spec
+    if wrapper is not None:
         return
-    module.__dict__[SPEC] = site.spec
-    if wrapper is None:
+    if isinstance(layer, str):
         set_forward(module, MethodType(getattr(layers, layer).forward, module))
+    elif getattr(current_forward(module), "__func__", None) in FORWARDS:
+        set_forward(module, None)
 
 
 def use_experts_interface(module: nn.Module) -> bool:

@@ -31,14 +31,22 @@ LAYER_OF_KIND = {
 
 
 def condition(module: nn.Module) -> bool:
-    """kernels asks this for every instance right before it swaps; the answer is kept for the layer's forward."""
-    return isinstance(layer_for(spec_of(module)), str)
+    """kernels asks this for every instance right before it swaps; the answer is kept for the layer's forward.
+
+    Where accelerate's hooks or tensor parallelism stand in `module.forward`, kernels would overwrite them: there we swap
+    behind the hooks, or leave the module alone, and send kernels away.
+    """
+    spec = spec_of(module)
+    layer = layer_for(spec)
+    if integration.is_wrapped(module):
+        integration.swap_module(module, spec, layer)
+        return False
+    return isinstance(layer, str)
 
 
 def remember(module: nn.Module) -> bool:
     """As `condition`, for classes that transformers decorated: kernels of other devices must not depend on the answer."""
-    condition(module)
-    return True
+    return condition(module) or not integration.is_wrapped(module)
 
 
 def parameter_kinds(forward: Any) -> List[Any]:
