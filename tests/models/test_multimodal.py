@@ -45,3 +45,12 @@ def test_generates_the_same_tokens(family, fuse):
     model, on_npu = build_model(family).to("npu"), inputs(family, "npu")
     expected = model.generate(**on_npu, max_new_tokens=8, do_sample=False)
     assert torch.equal(fuse(model).generate(**on_npu, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_after_register_functions_of_every_signature_are_swapped_rightly(family, registered, fuse):
+    model, on_npu = build_model(family).to("npu"), inputs(family, "npu")
+    with torch.no_grad():
+        expected = model(**on_npu).logits
+        assert npu.report(fuse(model)).swapped == FAMILIES[family][2]
+        assert (model(**on_npu).logits - expected).abs().max() <= 2**-18 * expected.abs().max()  # as above
+    assert npu.report(npu.restore(model)).swapped == {}

@@ -20,6 +20,7 @@ from .matching import match
 from .specs import MLP, Declined, Experts
 
 LEFT_OUT = "left out by only= or exclude="
+DISPLACED = "_npu_fusion_displaced"  # on experts: the experts_implementation that ours took the place of
 USERS = "_npu_fusion_users"  # on a shared function: the models that asked for it
 
 
@@ -115,13 +116,19 @@ def set_forward(module: nn.Module, forward: Any) -> None:
 FORWARDS = {
     layer.forward for layer in vars(layers).values() if isinstance(layer, type) and issubclass(layer, nn.Module)
 }
+ROTARY = layers.rotary_pos_emb.forward
+
+
+def is_ours(forward: Any) -> bool:
+    return getattr(forward, "__func__", None) in FORWARDS or SPEC in getattr(forward, "__dict__", ())
 
 
 def swapped_layer(site: Site) -> Optional[str]:
     """Name of the layer of this kernel that runs at the site now."""
-    if site.scope is not None and not isinstance(site.target, nn.Module):
-        return "rotary_pos_emb" if SPEC in site.target.__dict__ else None
-    if getattr(current_forward(site.target), "__func__", None) in FORWARDS:
+    is_module = isinstance(site.target, nn.Module)
+    if is_ours(current_forward(site.target) if is_module else site.target):
+        if not is_module:
+            return "rotary_pos_emb"
         layer = layer_for(site.target.__dict__.get(SPEC) or site.spec)
         return layer if isinstance(layer, str) else None
     interface = getattr(getattr(site.target, "config", None), "_experts_implementation", None)
@@ -200,7 +207,7 @@ def swap_module(module: nn.Module, spec: Any, layer: Union[str, Declined]) -> No
         return
     if isinstance(layer, str):
         set_forward(module, MethodType(getattr(layers, layer).forward, module))
-    elif getattr(current_forward(module), "__func__", None) in FORWARDS:
+    elif is_ours(current_forward(module)):
         set_forward(module, None)
 
 
@@ -210,7 +217,9 @@ def use_experts_interface(module: nn.Module) -> bool:
     if moe is None or not hasattr(module, "_is_expert_parallel"):
         return False
     moe.ALL_EXPERTS_FUNCTIONS.register(layers.EXPERTS_IMPLEMENTATION, layers.experts_forward)
-    module.config._experts_implementation = layers.EXPERTS_IMPLEMENTATION
+    if module.config._experts_implementation != layers.EXPERTS_IMPLEMENTATION:
+        module.__dict__[DISPLACED] = module.config._experts_implementation
+        module.config._experts_implementation = layers.EXPERTS_IMPLEMENTATION
     return True
 
 
@@ -219,7 +228,11 @@ def share(model: nn.Module, site: Site) -> None:
     function = site.scope[site.attribute]
     if isinstance(function, nn.Module):
         function.__dict__[SPEC] = site.spec
-        function.forward = MethodType(layers.rotary_pos_emb.forward, function)
+        original = type(function).forward
+        if list(inspect.signature(original).parameters) == list(inspect.signature(ROTARY).parameters):
+            function.forward = MethodType(ROTARY, function)
+        else:
+            function.forward = layers.rotary_function(MethodType(original, function), site.spec)
     elif SPEC not in function.__dict__:
         function = site.scope[site.attribute] = layers.rotary_function(function, site.spec)
     function.__dict__.setdefault(USERS, weakref.WeakSet()).add(model)
@@ -256,6 +269,8 @@ def restore(model: nn.Module) -> nn.Module:
             set_forward(site.module, None)
     for module in model.modules():
         module.__dict__.pop(SPEC, None)
+        if DISPLACED in module.__dict__:
+            module.config._experts_implementation = module.__dict__.pop(DISPLACED)
     return model
 
 
