@@ -3,7 +3,7 @@
     FUZZ_EXAMPLES=1000 pytest tests/fuzz     # cases an op, drawn anew each time; by default few, and always the same
 
 How far may a fused result lie from the reference in float64? As far as eager in the same dtype does, and as far as
-rounding can carry it: the reference runs in float64 with noise of one rounding after each of its operations, forward
+rounding can carry it: the reference runs in float64 with noise of one rounding around each of its operations, forward
 and backward (Monte Carlo arithmetic: D. S. Parker, 1997), which shows cancellation wherever it happens. Eight runs give
 a spread; an error above 16 spreads is not rounding. A single rounding is uniform, so that all eight runs fall below a
 16th of it once in 16**8 times.
@@ -32,14 +32,11 @@ configured = settings(
 )
 
 
-aten = torch.ops.aten
-SUMS = {aten.mm, aten.mv, aten.dot, aten.bmm, aten.addmm, aten.sum, aten.mean}
-
-
 class Rounding(TorchDispatchMode):
-    """Adds noise of up to `relative` of it and `absolute` to whatever is computed, and notes the largest value.
+    """Changes inputs and outputs of whatever is computed by up to `relative` of them and `absolute`.
 
-    Of a sum it is so much of what its terms amount to: they are rounded, too, on the way.
+    Noise in the inputs stands for the roundings inside of an operation: of terms before they are summed, of a factor
+    that nearly vanishes.
     """
 
     def __init__(self, relative: float, absolute: float, seed: int):
@@ -50,16 +47,21 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not isinstance(out, torch.Tensor) or not out.is_floating_point() or func.is_view or func._schema.is_mutable:
+        if not self.is_float(out) or func.is_view or func._schema.is_mutable:
             return out
         if out.numel():
             self.largest = max(self.largest, out.abs().nan_to_num(0, posinf=0).max().item())
-        amount = out.abs()
-        if func.overloadpacket in SUMS:
-            amount = func(*(a.abs() if isinstance(a, torch.Tensor) else a for a in args), **(kwargs or {}))
-        size = torch.minimum(amount * self.relative + self.absolute, amount)  # what is positive stays so
-        noise = size * (torch.rand(out.shape, generator=self.generator, dtype=torch.float64) * 2 - 1)
-        return torch.where(out.isfinite(), out + noise, out)
+        return self.rounded(func(*map(self.rounded, args), **(kwargs or {})))
+
+    def is_float(self, value):
+        return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+    def rounded(self, value):
+        if not self.is_float(value):
+            return value
+        size = torch.minimum(value.abs() * self.relative + self.absolute, value.abs())  # what is positive stays so
+        noise = size * (torch.rand(value.shape, generator=self.generator, dtype=torch.float64) * 2 - 1)
+        return torch.where(value.isfinite(), value + noise, value)
 
 
 def floats(tensors):
@@ -106,8 +108,11 @@ def outcome(*args):
         return error
 
 
-def assert_explained(name, fused, eager, exact, noisy, ulp, in_range):
-    """`in_range`: no value on the way is so large that it could leave the dtype's range in another order of sums."""
+def assert_explained(name, fused, eager, exact, noisy, ulp, in_range, erf):
+    """`in_range`: no value on the way is so large that it could leave the dtype's range in another order of sums.
+
+    `erf`: there is a gelu without approximation, which PyTorch's CPU kernel makes NaN of inf, except in a lone number.
+    """
     assert (fused.shape, fused.dtype) == (eager.shape, eager.dtype), name
     if not fused.is_floating_point():
         assert torch.equal(fused, eager), name
@@ -123,7 +128,7 @@ def assert_explained(name, fused, eager, exact, noisy, ulp, in_range):
     )
     nothing = ~exact.isfinite() & ~eager.isfinite()
     assert not fused[nothing].isfinite().any(), f"{name}: finite, but float64 and eager are not"
-    if in_range:  # else a sum may overflow to either infinity before it meets the other
+    if in_range and not erf:  # else a sum may overflow to either infinity before it meets the other
         same = nothing & (exact.isnan() == eager.isnan()) & (exact.nan_to_num(0) == eager.nan_to_num(0))
         assert torch.equal(fused[same].nan_to_num(7), exact[same].nan_to_num(7)), f"{name}: another kind of not finite"
 
@@ -141,11 +146,14 @@ def test_fused_is_the_reference(op, count_case):
             return
         exact = run(op.reference, arguments, in_float64, seed)
         tensors = [a for a in arguments if isinstance(a, Values)]
-        # of several dtypes, the lowest precision, the highest denormal and the lowest maximum
+        # of several dtypes, the lowest precision and the lowest maximum
         infos = [torch.finfo(a.dtype) for a in tensors]
         ulp = max(info.eps for info in infos)
-        modes = [Rounding(ulp / 2, max(info.tiny * info.eps for info in infos) / 2, i) for i in range(RUNS)]
+        # denormals of fp32 and bf16 may be flushed to zero (CPUs' bf16 products are), those of fp16 are rounded
+        denormal = max(info.tiny * (info.eps if info.bits == 16 and info.max < 1e5 else 1) for info in infos)
+        modes = [Rounding(ulp / 2, denormal, i) for i in range(RUNS)]
         noisy = [run(op.reference, arguments, in_float64, seed, mode) for mode in modes]
+        erf = "gelu" in arguments or "none" in arguments
         in_range = max(mode.largest for mode in modes) < min(info.max for info in infos) / 8
         for kind, part in enumerate(("output", "gradient")):
             for i, (f, e, x) in enumerate(zip(fused[kind], eager[kind], exact[kind], strict=True)):
@@ -153,9 +161,18 @@ def test_fused_is_the_reference(op, count_case):
                     assert f is None, f"{part} {i}"
                 else:
                     assert f is not None, f"{part} {i} is missing"
-                    assert_explained(f"{part} {i}", f, e, x, [n[kind][i] for n in noisy], ulp, in_range)
+                    assert_explained(f"{part} {i}", f, e, x, [n[kind][i] for n in noisy], ulp, in_range, erf)
 
     check()
+
+
+def groups_tie(choice, arguments, eps):
+    """For each token, whether the worst group that is kept and the best that is not are worth the same in fp32."""
+    if len(arguments) < 5 or arguments[3] == arguments[4]:  # no groups, or all are kept
+        return torch.zeros(choice.shape[0], dtype=torch.bool)
+    _, _, _, groups, kept, *_ = arguments
+    sums = choice.unflatten(-1, (groups, -1)).sort(descending=True).values[..., :2].sum(-1).sort(descending=True).values
+    return sums[:, kept - 1] - sums[:, kept] <= 4 * eps * choice.abs().amax(1)
 
 
 @pytest.mark.parametrize("op", ROUTERS, ids=lambda op: op.name)
@@ -196,8 +213,9 @@ def test_routers_choose_as_the_reference(op, count_case):
         assert torch.equal(weights.isfinite().any(1), eager[0][0].isfinite().any(1))
         eps, ulp = torch.finfo(torch.float32).eps, torch.finfo(weights.dtype).eps
         chosen, best = (choice.gather(1, i)[finite].sort(1).values for i in (index, eager_index))
-        # scores are fp32, where those of two experts, or the sums of two groups, may round to one value
-        assert ((chosen - best).abs() <= 4 * eps * choice[finite].abs().amax(1, keepdim=True)).all()
+        # scores are fp32, where those of two experts may round to one value
+        same = (chosen - best).abs() <= 4 * eps * choice[finite].abs().amax(1, keepdim=True)
+        assert (same.all(1) | groups_tie(choice[finite], arguments, eps)).all()
         # computed in fp32 (exp, sum and quotient: some units in the last place) and rounded once
         error = (weights.double() - expected)[finite].abs()
         assert (error <= ((ulp / 2 + 8 * eps) * expected.abs() + torch.finfo(weights.dtype).tiny)[finite]).all()
