@@ -10,6 +10,7 @@ import inspect
 from types import FunctionType
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -186,7 +187,8 @@ class Registration:
         self.register({name: {"npu": with_ours(self.names.kernels, self.names.repositories[name], theirs)}})
 
     def see(self, parent: nn.Module, name: str, module: Optional[nn.Module]) -> None:
-        if module is None:
+        # dynamo traces this hook where a forward attaches a module, as that of transformers does to collect outputs
+        if module is None or torch.compiler.is_compiling():
             return
         if type(module) not in self.seen:
             self.seen.add(type(module))
