@@ -47,8 +47,11 @@ VARIANTS = {
 PUBLISHED = {"rms_norm": 5.49, "swiglu": 0.72, "rms_norm + swiglu": 6.21}  # per cent
 
 
-def build(sizes: dict[str, int], device: str = "npu", rank: int = 8):
-    """Qwen2 in bf16 with LoRA on every linear layer and gradient checkpointing, as LLaMA-Factory fine-tunes it."""
+def build(sizes: dict[str, int], device: str = "npu", rank: int = 8, initialise: bool = True):
+    """Qwen2 in bf16 with LoRA on every linear layer and gradient checkpointing, as LLaMA-Factory fine-tunes it.
+
+    Without `initialise` the weights are what the memory holds, for those who only count.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -58,7 +61,7 @@ def build(sizes: dict[str, int], device: str = "npu", rank: int = 8):
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"), low_cpu_mem_usage=True)
     model.to_empty(device=device)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.named_parameters() if initialise else ():
             if parameter.dim() == 1:
                 parameter.fill_(0 if name.endswith("bias") else 1)
             else:
