@@ -92,6 +92,13 @@ def test_top_k_and_its_gradient(k_group, groups, by_two, with_bias, sigmoid, dty
     close(x.grad, wide.grad, scale=40.0)  # sums of 4 terms, each a gradient below 4 times the factor 2.5
 
 
+def test_groups_that_are_left_out_lose_to_negative_scores():
+    x, bias = logits(7, 32, dtype=FP32), torch.full((32,), -5.0).npu()
+    _, ids, _ = gate(exact(x), exact(bias), 4, 1, 4, False, True, 1.0)
+    _, experts, _ = npu.npu_moe_gating_top_k(x, 4, bias=bias, k_group=1, group_count=4, norm_type=1)
+    assert torch.equal(experts.cpu().long(), ids)
+
+
 def test_scores_stay_uninitialised_unless_asked_for():
     _, _, norm = npu.npu_moe_gating_top_k(randn(3, 8), 2, norm_type=1)
     assert uninitialised(norm)
