@@ -100,6 +100,12 @@ def test_shell_blocks_parse_and_make_knows_its_targets(page):
             assert f"$({name})" in makefile if is_variable else name in known, command
 
 
+def test_the_recipes_compile():
+    """The Trainer's are run by tests/training/test_trainer.py; the others need projects that are not installed here."""
+    for code in blocks("docs/recipes.md", "python"):
+        compile(code, "docs/recipes.md", "exec")
+
+
 # ---- the commands for a cluster without network
 
 
