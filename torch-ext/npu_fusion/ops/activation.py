@@ -102,9 +102,12 @@ def gated_linear(
         tensors = tuple(t if t is None or t.dtype not in FLOATS else t.to(dtype) for t in tensors)
     if op is None or not _fusable(activation, *tensors):
         return gated_linear_reference(*tensors, activation)
-    if needs_grad(*tensors):
-        return _GatedLinear.apply(*tensors, activation)
-    return _gated_linear(*tensors, activation)[0]
+    products = _TwoLinears.apply(*tensors) if needs_grad(*tensors) else _two_linears(*tensors)
+    if activation == "silu":
+        result = op(products, 0)
+    else:
+        result = op(products, 0, int(activation == "gelu_tanh"), True)[0]
+    return result.view(*hidden_states.shape[:-1], gate_weight.shape[0])
 
 
 def _fusable(activation, hidden_states, gate_weight, up_weight, gate_bias, up_bias) -> bool:
@@ -125,44 +128,34 @@ def _fusable(activation, hidden_states, gate_weight, up_weight, gate_bias, up_bi
     )
 
 
-def _gated_linear(hidden_states, gate_weight, up_weight, gate_bias, up_bias, activation):
-    """The result and what the backward needs: the [2, T, I] products and, for GELU, gelu(gate)."""
+def _two_linears(hidden_states, gate_weight, up_weight, gate_bias, up_bias):
+    """[2, T, I]: both linears of the [T, H] rows."""
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     if torch.compiler.is_compiling():  # there out= is bound to one length, and ends as a copy of the whole buffer
-        products = torch.stack((F.linear(rows, gate_weight, gate_bias), F.linear(rows, up_weight, up_bias)))
-    else:
-        products = rows.new_empty(2, rows.shape[0], gate_weight.shape[0])
-        for out, weight, bias in zip(products.unbind(), (gate_weight, up_weight), (gate_bias, up_bias)):
-            if bias is None:
-                torch.mm(rows, weight.t(), out=out)
-            else:
-                torch.addmm(bias, rows, weight.t(), out=out)
-    if activation == "silu":
-        result, gate = torch.ops.npu.npu_swiglu(products, 0), None
-    else:
-        result, gate = torch.ops.npu.npu_geglu(products, 0, int(activation == "gelu_tanh"), True)
-    return result.view(*hidden_states.shape[:-1], gate_weight.shape[0]), products, gate
+        return torch.stack((F.linear(rows, gate_weight, gate_bias), F.linear(rows, up_weight, up_bias)))
+    products = rows.new_empty(2, rows.shape[0], gate_weight.shape[0])
+    for out, weight, bias in zip(products.unbind(), (gate_weight, up_weight), (gate_bias, up_bias)):
+        if bias is None:
+            torch.mm(rows, weight.t(), out=out)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=out)
+    return products
 
 
-class _GatedLinear(torch.autograd.Function):
+class _TwoLinears(torch.autograd.Function):
+    """A node of its own, so that the activation's node lets go of the products before the weights' gradients are made."""
+
     @staticmethod
-    def forward(ctx, hidden_states, gate_weight, up_weight, gate_bias, up_bias, activation):
-        result, products, gate = _gated_linear(hidden_states, gate_weight, up_weight, gate_bias, up_bias, activation)
-        ctx.save_for_backward(hidden_states, gate_weight, up_weight, products, gate)
-        ctx.activation = activation
-        return result
+    def forward(ctx, hidden_states, gate_weight, up_weight, gate_bias, up_bias):
+        ctx.save_for_backward(hidden_states, gate_weight, up_weight)
+        return _two_linears(hidden_states, gate_weight, up_weight, gate_bias, up_bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        hidden_states, gate_weight, up_weight, products, gate = ctx.saved_tensors
-        grad = grad.reshape(1, *products.shape[1:])
-        if ctx.activation == "silu":
-            grads = torch.ops.npu.npu_swiglu_backward(grad, products, 0)
-        else:
-            grads = torch.ops.npu.npu_geglu_grad(grad, products, gate, 0, int(ctx.activation == "gelu_tanh"), True)
+    def backward(ctx, grads):
+        hidden_states, gate_weight, up_weight = ctx.saved_tensors
         grad_gate, grad_up = grads.unbind()
-        need_input, need_gate, need_up, need_gate_bias, need_up_bias, _ = ctx.needs_input_grad
+        need_input, need_gate, need_up, need_gate_bias, need_up_bias = ctx.needs_input_grad
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         return (
             torch.mm(grad_gate, gate_weight).addmm_(grad_up, up_weight).view(hidden_states.shape)
@@ -172,5 +165,4 @@ class _GatedLinear(torch.autograd.Function):
             grad_up.t() @ rows if need_up else None,
             grad_gate.sum(0) if need_gate_bias else None,
             grad_up.sum(0) if need_up_bias else None,
-            None,
         )
