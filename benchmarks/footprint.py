@@ -251,7 +251,9 @@ def _choice(shape, generator):
     count, kept = _expert_groups(shape)
     size = shape.experts // count
     groups = torch.randperm(count, generator=generator)[:kept]
-    return torch.cat([group * size + torch.randperm(size, generator=generator)[: shape.top_k // kept] for group in groups])
+    return torch.cat(
+        [group * size + torch.randperm(size, generator=generator)[: shape.top_k // kept] for group in groups]
+    )
 
 
 def _expert_groups(shape) -> tuple[int, int]:
@@ -277,7 +279,9 @@ def run(implementations: list[str], wanted: list[Case], modes: tuple[str, ...], 
             command = [sys.executable, __file__, *arguments, "--worker", implementation]
             with (
                 tempfile.TemporaryFile("w+") as errors,
-                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()) as process,
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=errors, text=True, env=_environment()
+                ) as process,
             ):
                 for line in process.stdout:
                     if line.startswith("{"):
@@ -299,7 +303,9 @@ def groups(rows: list[dict]) -> dict[tuple[str, str], dict[str, dict]]:
     for row in rows:
         table.setdefault((row["name"], row["mode"]), {})[row["impl"]] = row
     order = {part: index for index, part in enumerate(PARTS)}
-    return dict(sorted(table.items(), key=lambda item: next(order[part] for part in PARTS if item[0][0].startswith(part))))
+    return dict(
+        sorted(table.items(), key=lambda item: next(order[part] for part in PARTS if item[0][0].startswith(part)))
+    )
 
 
 def unpatched(row: dict, eager: dict) -> bool:
@@ -313,7 +319,11 @@ def behind(group: dict[str, dict]) -> str:
     for metric in ("launches", "bytes", "peak", "saved", "host_syncs"):
         best = min(group.values(), key=lambda row: row[metric])
         if ours[metric] > best[metric] * 1.001:
-            text = f"{metric} {ours[metric] / best[metric]:.3f} of {best['impl']}'s" if best[metric] else f"{metric} {ours[metric]}"
+            text = (
+                f"{metric} {ours[metric] / best[metric]:.3f} of {best['impl']}'s"
+                if best[metric]
+                else f"{metric} {ours[metric]}"
+            )
             if metric in ("launches", "bytes"):
                 text += f" ({_difference(ours['by_op'], best['by_op'], metric == 'bytes')})"
             notes.append(text)

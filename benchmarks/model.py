@@ -170,7 +170,16 @@ def experiment(lengths: tuple[int, ...], chip: Chip, accumulate: int = 8) -> dic
 
 
 VARIANTS = ("original", *PUBLISHED, "npu-fusion")
-MATMULS = {"aten::mm", "aten::mm.out", "aten::addmm", "aten::addmm.out", "aten::matmul", "aten::bmm", "aclnnMm", "aclnnMatmul"}
+MATMULS = {
+    "aten::mm",
+    "aten::mm.out",
+    "aten::addmm",
+    "aten::addmm.out",
+    "aten::matmul",
+    "aten::bmm",
+    "aclnnMm",
+    "aclnnMatmul",
+}
 
 
 def show_parameters(chip: Chip, console) -> None:
@@ -182,10 +191,14 @@ def show_parameters(chip: Chip, console) -> None:
 def show_kernels(chip: Chip, console) -> None:
     from rich.table import Table
 
-    table = Table("published kernel", "published, µs", "model, µs", "ratio", title="Single kernels", title_justify="left")
+    table = Table(
+        "published kernel", "published, µs", "model, µs", "ratio", title="Single kernels", title_justify="left"
+    )
     for elements, seconds in SWIGLU:
         model = device_time([Kernels(1, 3 * elements)], chip)
-        table.add_row(f"npu_swiglu, {elements:,} in", f"{seconds * 1e6:.1f}", f"{model * 1e6:.1f}", f"{model / seconds:.2f}")
+        table.add_row(
+            f"npu_swiglu, {elements:,} in", f"{seconds * 1e6:.1f}", f"{model * 1e6:.1f}", f"{model / seconds:.2f}"
+        )
     for tokens, both, fused in NORM_AND_CAST:
         size = tokens * 7168 * 2
         for label, seconds, kinds in (
@@ -193,7 +206,9 @@ def show_kernels(chip: Chip, console) -> None:
             ("norm with cast", fused, [Kernels(1, 3 * size)]),
         ):
             model = step_time(kinds, chip)
-            table.add_row(f"{label}, T={tokens}", f"{seconds * 1e6:.1f}", f"{model * 1e6:.1f}", f"{model / seconds:.2f}")
+            table.add_row(
+                f"{label}, T={tokens}", f"{seconds * 1e6:.1f}", f"{model * 1e6:.1f}", f"{model / seconds:.2f}"
+            )
     console.print(table)
 
 
@@ -225,8 +240,10 @@ Measure with benchmarks/train_step.py where there is an NPU."""
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in PARAMETERS:
-        parser.add_argument(f"--{name}", type=float, default=getattr(Chip, name), help=PARAMETERS[name].replace("%", "%%"))
-    parser.add_argument("--lengths", default="128,256,512", help="tokens of a micro batch")
+        parser.add_argument(
+            f"--{name}", type=float, default=getattr(Chip, name), help=PARAMETERS[name].replace("%", "%%")
+        )
+    parser.add_argument("--lengths", default="128,512,1024", help="tokens of a micro batch")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 

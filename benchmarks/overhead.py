@@ -61,7 +61,12 @@ def layers(npu) -> dict[str, dict[str, Callable]]:
 
     verl = peers.verl_patch(peers.install()["verl"])
     config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     )
     ops, dtype = torch.ops.npu, torch.float32  # what a CPU multiplies fastest, as it stands in for the device
     x = torch.randn(1, 4, 64).to("npu", dtype)
@@ -221,7 +226,9 @@ def main() -> None:
     for layer, row in found["calls"].items():
         bare = row.get("bare", {"us": float("nan"), "ratio": float("nan")})
         values = (row["npu-fusion"]["us"], row["verl"]["us"], bare["us"])
-        table.add_row(layer, *(f"{value:.1f}" for value in values), f"{row['verl']['ratio']:.3f}", f"{bare['ratio']:.3f}")
+        table.add_row(
+            layer, *(f"{value:.1f}" for value in values), f"{row['verl']['ratio']:.3f}", f"{bare['ratio']:.3f}"
+        )
     console = Console(highlight=False)
     console.print(table)
     for name, seconds in found["startup"].items():

@@ -47,7 +47,9 @@ def draw(rows: list[dict]) -> str:
         body.append(f'<rect class="{style}" x="{x}" y="61" width="12" height="12" rx="2"/>')
         body.append(f'<text x="{x + 18}" y="72">{escape(text)}</text>')
         x += 40 + 7 * len(text)
-    body.append(f'<line class="limit" x1="{x}" x2="{x}" y1="60" y2="74"/><text x="{x + 8}" y="72">least possible</text>')
+    body.append(
+        f'<line class="limit" x1="{x}" x2="{x}" y1="60" y2="74"/><text x="{x + 8}" y="72">least possible</text>'
+    )
     for index, (label, group) in enumerate(shown):
         y = 92 + index * step
         body.append(f'<text class="label" x="16" y="{y + 32}">{escape(label)}</text>')
@@ -60,7 +62,9 @@ def draw(rows: list[dict]) -> str:
         for place, (style, row) in enumerate(bars):
             top, share = y + 6 + place * (bar + 3), row["bytes"] / eager["bytes"]
             text = f"{share:.0%} · {row['launches']} launches"
-            body.append(f'<rect class="{style}" x="{left}" y="{top}" width="{share * width:.1f}" height="{bar}" rx="2"/>')
+            body.append(
+                f'<rect class="{style}" x="{left}" y="{top}" width="{share * width:.1f}" height="{bar}" rx="2"/>'
+            )
             weight = ' class="label"' if style == "ours" else ""
             body.append(f'<text{weight} x="{left + max(share * width, 0) + 8:.1f}" y="{top + 12}">{text}</text>')
         mark = left + width * eager["limit"] / eager["bytes"]

@@ -191,7 +191,9 @@ def show(rows: list[dict], emulated: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=("qwen2-7b", "tiny"), help="default: qwen2-7b on an NPU, tiny on the emulated one")
+    parser.add_argument(
+        "--model", choices=("qwen2-7b", "tiny"), help="default: qwen2-7b on an NPU, tiny on the emulated one"
+    )
     parser.add_argument("--layers", type=int, help="fewer decoder layers")
     parser.add_argument("--length", type=int, help="tokens of a sequence; default: 512, tiny: 32")
     parser.add_argument("--batch", type=int, default=1)

@@ -6,7 +6,7 @@ import cases
 import pytest
 from cases import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_8B, QWEN3_30B_A3B, Case
 
-T, H, I = 8192, 4096, 12288
+T, HIDDEN, INTERMEDIATE = 8192, 4096, 12288
 FORWARD, BOTH = cases.MODES
 
 
@@ -24,7 +24,7 @@ def test_limits_of_the_published_shapes():
 
 
 def test_mlp_limit_is_the_sum_of_its_kernels():
-    x, w, h = T * H, H * I, T * I
+    x, w, h = T * HIDDEN, HIDDEN * INTERMEDIATE, T * INTERMEDIATE
     forward = (x + 2 * w + 2 * h) + (2 * h + h) + (h + w + x)
     backward = 2 * (x + 2 * w + 2 * h) + (h + 2 * h + 2 * h) + 2 * (h + w + x) + 3 * (3 * w + x)
     case = Case("MLP", QWEN3_8B, T)

@@ -55,9 +55,9 @@ def test_every_implementation_routes_alike():
     assert eager["limit"] == ours["limit"]
     hit = footprint._Routing(Case("MoE block", TINY_MOE, T)).hit
     assert 2 < hit <= 8
-    assert ours["by_op"]["aclnnGroupedMatmulV5"][1] == 2 * (
-        2 * T * (64 + 64 + 32 + 64) + hit * 64 * 96
-    ) + 2 * 8 * 8  # rows of both products, weights of the experts that were hit, the int64 counts twice
+    assert (
+        ours["by_op"]["aclnnGroupedMatmulV5"][1] == 2 * (2 * T * (64 + 64 + 32 + 64) + hit * 64 * 96) + 2 * 8 * 8
+    )  # rows of both products, weights of the experts that were hit, the int64 counts twice
 
 
 def test_deepseek_routes_within_the_groups_that_its_router_admits():
@@ -75,7 +75,16 @@ def test_whole_layer():
     assert ours["bytes"] < eager["bytes"]
 
 
-ROW = {"launches": 1, "bytes": 100, "peak": 10, "saved": 0, "limit": 90, "host_syncs": 0, "scale": 1, "by_op": {"a": [1, 100]}}
+ROW = {
+    "launches": 1,
+    "bytes": 100,
+    "peak": 10,
+    "saved": 0,
+    "limit": 90,
+    "host_syncs": 0,
+    "scale": 1,
+    "by_op": {"a": [1, 100]},
+}
 
 
 def table(**changes):
@@ -145,5 +154,7 @@ def test_json_schema_and_reading_it_back(tmp_path):
         assert {"name", "impl", "mode", "launches", "bytes", "peak", "saved", "limit"} <= set(row)
         assert row["limit"] == 2 * 3 * 4096
     assert "npu-fusion is first or tied in 1 of 1 cases" in shown
-    again = subprocess.run([sys.executable, script, "--from-json", str(path)], check=True, capture_output=True, text=True)
+    again = subprocess.run(
+        [sys.executable, script, "--from-json", str(path)], check=True, capture_output=True, text=True
+    )
     assert again.stdout == shown

@@ -103,10 +103,7 @@ def gated_linear(
     if op is None or not _fusable(activation, *tensors):
         return gated_linear_reference(*tensors, activation)
     products = _TwoLinears.apply(*tensors) if needs_grad(*tensors) else _two_linears(*tensors)
-    if activation == "silu":
-        result = op(products, 0)
-    else:
-        result = op(products, 0, int(activation == "gelu_tanh"), True)[0]
+    result = op(products, 0) if activation == "silu" else op(products, 0, int(activation == "gelu_tanh"), True)[0]
     return result.view(*hidden_states.shape[:-1], gate_weight.shape[0])
 
 
