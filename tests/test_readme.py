@@ -109,10 +109,8 @@ def test_the_recipes_compile():
 # ---- the commands for a cluster without network
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory) -> Path:
-    """What stands for /opt/kernels, after the README's commands; they have run in a shell that found the NPU."""
-    directory = tmp_path_factory.mktemp("cluster")
+def install(directory: Path) -> Path:
+    """Run the README's commands in `directory`, in a shell that finds an NPU; returns what stands for /opt/kernels."""
     build = Path(os.environ["LOCAL_KERNELS"].partition("=")[2])
     (code,) = [code for code in blocks("README.md", "sh") if "tar " in code]
     first, *rest = code.splitlines()
@@ -134,10 +132,6 @@ def installed(tmp_path_factory) -> Path:
     assert run.returncode == 0, run.stdout + run.stderr
     assert "layers would be swapped here" in run.stdout
     return directory / "opt"
-
-
-def test_the_commands_for_a_cluster_install_a_kernel_that_the_doctor_finds_healthy(installed):
-    assert (installed / "npu-fusion/build/torch-npu/metadata.json").is_file()
 
 
 # ---- the Python blocks
@@ -169,10 +163,8 @@ def run_statements(code: list[str]) -> None:
             print("@", json.dumps(state), flush=True)
 
 
-@pytest.fixture(scope="module")
-def states(installed, tmp_path_factory):
-    """What `run_statements` printed, with the README's directory in the place where it was installed."""
-    directory = tmp_path_factory.mktemp("models")
+def run_blocks(installed: Path, directory: Path) -> tuple[list[dict], str]:
+    """What `run_statements` printed of each statement, and everything that was printed."""
     for family in ("llama", "qwen3_moe"):
         build_model(family).save_pretrained(directory / family)
     code = [code.replace("/opt/kernels", str(installed)) for code in blocks("README.md", "python")]
@@ -194,53 +186,41 @@ def states(installed, tmp_path_factory):
     return [json.loads(line[2:]) for line in run.stdout.splitlines() if line.startswith("@ ")], run.stdout
 
 
-def after(states, words: str) -> dict:
-    (found,) = [state for state in states[0] if words in state["statement"]]
-    return found
-
-
-def test_every_model_of_the_readme_computes(states):
-    assert len(states[0]) > 10 and all(state["finite"] for state in states[0])
-
-
-def test_the_first_block_swaps_and_prints_the_report(states):
-    first = states[0][1]
-    assert first["statement"] == "model = npu.kernelize(model)"
-    assert first["swapped"] == FAMILIES["llama"][2]
-    assert re.search(r"^SwiGLUMLP +LlamaMLP +2 +yes$", states[1], re.MULTILINE)
-
-
-def test_the_kernel_comes_from_where_it_was_installed(states, installed):
-    assert Path(after(states, "get_local_kernel(Path(")["kernel"]).is_relative_to(installed)
-
-
-def test_choosing_verifying_and_restoring(states):
+def test_the_blocks_do_what_they_say(tmp_path, subtests):
+    """One test, so that the archive is unpacked and the blocks are run once, whatever runs the tests in parallel."""
+    (tmp_path / "cluster").mkdir()
+    installed = install(tmp_path / "cluster")
+    states, output = run_blocks(installed, tmp_path)
     llama = FAMILIES["llama"][2]
-    assert after(states, "only=")["swapped"] == {layer: llama[layer] for layer in ("RMSNorm", "SwiGLUMLP")}
-    assert after(states, "exclude=['rotary")["swapped"] == {k: v for k, v in llama.items() if k != "rotary_pos_emb"}
-    assert "all within" in states[1]
-    assert after(states, "npu.restore")["swapped"] == {}
 
+    def after(words: str) -> dict:
+        (found,) = [state for state in states if words in state["statement"]]
+        return found
 
-@pytest.mark.parametrize("words", ["kernel_config=config", "use_kernels=True", "tp_plan='auto'"])
-def test_loaded_with_every_layer(words, states):
-    assert after(states, words)["swapped"] == FAMILIES["llama"][2]
-
-
-def test_merged_at_load(states):
-    assert after(states, "merged_gate_up")["merged"]
-    assert not any(
-        state["merged"] for state in states[0] if "path" in state["statement"] and "merged" not in state["statement"]
-    )
-
-
-def test_experts_by_name(states):
-    assert after(states, "experts_implementation=")["swapped"] == {"MoEExperts": 2}
-
-
-def test_an_entry_of_the_default_map_serves_plain_kernels(states):
-    assert after(states, "import LayerRepository")["norm"] == "Qwen3MoeRMSNorm.forward"
-    assert after(states, "register_kernel_mapping")["norm"] == "RMSNorm.forward"
+    with subtests.test("every model computes"):
+        assert len(states) > 10 and all(state["finite"] for state in states)
+    with subtests.test("the first block swaps and prints the report"):
+        assert states[1]["statement"] == "model = npu.kernelize(model)"
+        assert states[1]["swapped"] == llama
+        assert re.search(r"^SwiGLUMLP +LlamaMLP +2 +yes$", output, re.MULTILINE)
+    with subtests.test("the kernel comes from where it was installed"):
+        assert Path(after("get_local_kernel(Path(")["kernel"]).is_relative_to(installed)
+    with subtests.test("choosing, verifying, restoring"):
+        assert after("only=")["swapped"] == {layer: llama[layer] for layer in ("RMSNorm", "SwiGLUMLP")}
+        assert after("exclude=['rotary")["swapped"] == {k: v for k, v in llama.items() if k != "rotary_pos_emb"}
+        assert "all within" in output
+        assert after("npu.restore")["swapped"] == {}
+    for words in ("kernel_config=config", "use_kernels=True", "tp_plan='auto'"):
+        with subtests.test("loaded with every layer", words=words):
+            assert after(words)["swapped"] == llama
+    with subtests.test("merged at load"):
+        assert next(state["statement"] for state in states if state["merged"]).startswith("with npu.merged_gate_up(")
+        assert not after("tp_plan='auto'")["merged"]
+    with subtests.test("experts by name"):
+        assert after("experts_implementation=")["swapped"] == {"MoEExperts": 2}
+    with subtests.test("an entry of a default map serves plain kernels"):
+        assert after("import LayerRepository")["norm"] == "Qwen3MoeRMSNorm.forward"
+        assert after("register_kernel_mapping")["norm"] == "RMSNorm.forward"
 
 
 if __name__ == "__main__":
