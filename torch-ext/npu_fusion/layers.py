@@ -153,15 +153,14 @@ def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, s
             cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     if spec.sign < 0:
         sin = -sin
-    if unsqueeze_dim is not None:
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    rotated = []
-    for tensor, dtype in zip(tensors, results):
-        if spec.style == "interleaved_to_half":
-            tensor = tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        tensor = ops.rotary(tensor, cos, sin, spec.style == "interleaved")
-        rotated.append(tensor if tensor.dtype == dtype else tensor.to(dtype))
-    return tuple(rotated)
+    if spec.style == "interleaved_to_half":
+        tensors = [tensor.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for tensor in tensors]
+    interleaved = spec.style == "interleaved"
+    if unsqueeze_dim is None:
+        rotated = [ops.rotary(tensor, cos, sin, interleaved) for tensor in tensors]
+    else:
+        rotated = ops.rotate_heads(tensors, cos, sin, unsqueeze_dim, interleaved)
+    return tuple([x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(rotated, results)])
 
 
 class rotary_pos_emb(nn.Module):

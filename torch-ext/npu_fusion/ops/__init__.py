@@ -32,7 +32,7 @@ from .norm import (
     rms_norm_gated_reference,
     rms_norm_reference,
 )
-from .rotary import apply_rotary_pos_emb, rotary, rotary_reference
+from .rotary import apply_rotary_pos_emb, rotary, rotary_reference, rotate_heads
 
 __all__ = [
     "add_rms_norm",
@@ -59,6 +59,7 @@ __all__ = [
     "rms_norm_reference",
     "rotary",
     "rotary_reference",
+    "rotate_heads",
     "swiglu",
     "swiglu_reference",
     "top_k_softmax",

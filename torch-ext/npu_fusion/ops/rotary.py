@@ -122,12 +122,14 @@ def _make_plan(shape, strides, cos_shape, interleaved):
         return None
     if any(c != 1 and c != s for s, c in zip(shape[:last], cos_shape)):
         return None
-    order = [last]
-    for i in range(last):  # by falling stride; torch.compile cannot sort sizes that it does not know
-        place = 0
-        while order[place] != last and strides[order[place]] >= strides[i]:
-            place += 1
-        order.insert(place, i)
+    order, long = [*range(last + 1)], [i for i in range(last) if shape[i] != 1]  # where one element lies is all the same
+    if any(strides[i] < strides[j] for i, j in zip(long, long[1:])):
+        order = [last]
+        for i in range(last):  # by falling stride; torch.compile cannot sort sizes that it does not know
+            place = 0
+            while order[place] != last and strides[order[place]] >= strides[i]:
+                place += 1
+            order.insert(place, i)
     pattern, sizes = "", []  # of what remains: f where cos spans the dimension, b where it is broadcast
     for i in order[:last]:
         if shape[i] != 1:
@@ -199,9 +201,18 @@ def apply_rotary_pos_emb(
     Two launches. npu_apply_rotary_pos_emb would make one, but writes into the q and k that it is given, and whether
     the caller still needs those cannot be seen from here; copying them first costs what it saves.
     """
-    if unsqueeze_dim == 1 and q.dim() == k.dim() == 4 and q.stride(1) < q.stride(2):
-        # BNSD tensors that lie in memory as BSND: turned around, the tables need no turning
-        q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin, 2, interleaved)
-        return q.transpose(1, 2), k.transpose(1, 2)
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return rotary(q, cos, sin, interleaved), rotary(k, cos, sin, interleaved)
+    q, k = rotate_heads((q, k), cos, sin, unsqueeze_dim, interleaved)
+    return q, k
+
+
+def rotate_heads(tensors, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, interleaved: bool = False):
+    """`rotary` of each of the tensors, with cos and sin [B, S, width] unsqueezed at the heads."""
+    # BNSD tensors that lie in memory as BSND: turned around, they need no copy and the tables no turning
+    turned = unsqueeze_dim == 1
+    for x in tensors:
+        turned = turned and x.dim() == 4 and not x.is_contiguous() and x.stride(1) < x.stride(2)
+    heads = 2 if turned else unsqueeze_dim
+    cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
+    if not turned:
+        return [rotary(x, cos, sin, interleaved) for x in tensors]
+    return [rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2) for x in tensors]
