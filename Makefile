@@ -26,7 +26,7 @@ endif
 # What is told about this user's own cache and token, or done with them, is not about those above.
 USERS := env -u HF_HOME -u XDG_CACHE_HOME -u HF_HUB_OFFLINE
 
-.PHONY: help demo test test-parallel test-matrix lint build bundle publish doctor emulator clean coverage
+.PHONY: help demo test test-parallel test-matrix lint build bundle publish doctor emulator clean coverage fuzz bench bench-host
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -71,6 +71,16 @@ test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers an
 coverage: $(DEVICE)  ## swap every layer of transformers and compare (minutes); writes docs/coverage.md
 	@mkdir -p $(CACHE)
 	@$(PY) benchmarks/coverage.py --json $(CACHE)/coverage.json --page docs/coverage.md $(ARGS)
+
+fuzz: $(DEVICE)  ## 1,000 random cases of every op against its reference
+	@FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 tests/fuzz $(ARGS)
+
+bench: emulator  ## launches and traffic beside other projects' patches (an hour); writes docs/footprint.svg
+	@mkdir -p $(CACHE)
+	@$(PY) benchmarks/footprint.py --json $(CACHE)/footprint.json --svg docs/footprint.svg $(ARGS)
+
+bench-host: emulator  ## Python's time a call, and that of import, register and kernelize
+	@$(PY) benchmarks/overhead.py $(ARGS)
 
 build: $(VENV)/.installed  ## write build/torch-npu, what the Hub serves
 	@$(PY) scripts/build.py

@@ -213,13 +213,21 @@ def swap_module(module: nn.Module, spec: Any, layer: Union[str, Declined]) -> No
 
 def use_experts_interface(module: nn.Module) -> bool:
     """Reach experts whose forward is wrapped (expert parallelism) through transformers' experts interface instead."""
-    moe = sys.modules.get("transformers.integrations.moe")
-    if moe is None or not hasattr(module, "_is_expert_parallel"):
+    if not hasattr(module, "_is_expert_parallel") or not offer_experts_implementation():
         return False
-    moe.ALL_EXPERTS_FUNCTIONS.register(layers.EXPERTS_IMPLEMENTATION, layers.experts_forward)
     if module.config._experts_implementation != layers.EXPERTS_IMPLEMENTATION:
         module.__dict__[DISPLACED] = module.config._experts_implementation
         module.config._experts_implementation = layers.EXPERTS_IMPLEMENTATION
+    return True
+
+
+def offer_experts_implementation() -> bool:
+    """Make `experts_implementation="npu_fusion"` a valid choice; False where transformers has no experts interface."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return False
+    ALL_EXPERTS_FUNCTIONS.register(layers.EXPERTS_IMPLEMENTATION, layers.experts_forward)
     return True
 
 

@@ -173,6 +173,7 @@ class Registration:
         self.register = self.names.kernels.register_kernel_mapping
         self.displaced = {name: self.upstream_entries(name) for name in self.defaults}
         self.register(mapping)
+        integration.offer_experts_implementation()
         for name in self.names.repositories:
             self.fill(name)
         self.hook = register_module_module_registration_hook(self.see)
