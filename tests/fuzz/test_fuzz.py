@@ -24,7 +24,7 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
 RUNS, SPREADS = 8, 16
 
 configured = settings(
-    max_examples=EXAMPLES or 40,
+    max_examples=EXAMPLES or 60,
     derandomize=not EXAMPLES,
     deadline=timedelta(seconds=30),  # a hang; a case takes some milliseconds
     print_blob=True,
