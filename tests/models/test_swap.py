@@ -34,6 +34,17 @@ def close(a, b):
     return (a - b).abs().max() <= 2**-19 * b.abs().max()
 
 
+def wrap(module):
+    """As tensor parallelism does."""
+    original = module.forward
+
+    def tp_forward(*args):
+        return original(*args)
+
+    module.forward = tp_forward
+    return tp_forward
+
+
 # ---- what is chosen
 
 
@@ -170,15 +181,9 @@ def test_accelerate_hooks_survive_the_swap_and_its_end(fuse, eager):
 
 def test_a_wrapped_forward_is_left_alone_with_the_reason(fuse):
     model = build_model("llama")
-    module = model.model.norm
-    original = module.forward
-
-    def tp_forward(*args):
-        return original(*args)
-
-    module.forward = tp_forward
+    tp_forward = wrap(model.model.norm)
     fuse(model)
-    assert module.forward is tp_forward
+    assert model.model.norm.forward is tp_forward
     (row,) = [row for row in npu.report(model).rows if not row.swapped]
     assert row.class_name == "LlamaRMSNorm" and "tp_forward" in row.reason
 
@@ -316,15 +321,9 @@ def test_loading_in_half_precision_and_shards(registered, tmp_path, name):
 
 def test_plain_kernelize_leaves_a_wrapped_forward_alone(registered):
     model = build_model("llama")
-    module = model.model.norm
-    original = module.forward
-
-    def tp_forward(*args):
-        return original(*args)
-
-    module.forward = tp_forward
+    tp_forward = wrap(model.model.norm)
     kernels.kernelize(model, mode=Mode.INFERENCE, device="npu")
-    assert module.forward is tp_forward
+    assert model.model.norm.forward is tp_forward
     (row,) = [row for row in npu.report(model).rows if not row.swapped]
     assert "tp_forward" in row.reason
     npu.restore(model)
