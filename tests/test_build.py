@@ -8,10 +8,9 @@ from pathlib import Path
 
 import npu_emulator
 import pytest
+from build import build
 from kernels import get_local_kernel
 from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
-
-from build import build
 
 ROOT = Path(__file__).resolve().parent.parent
 

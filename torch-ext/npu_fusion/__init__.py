@@ -1,7 +1,7 @@
 """Fused transformer layers for Huawei Ascend NPUs (torch_npu), swapped in by what a module computes.
 
-    model = npu.kernelize(model)      # a model in hand
-    npu.register()                    # or: let kernels.kernelize and from_pretrained(use_kernels=True) find the layers
+model = npu.kernelize(model)      # a model in hand
+npu.register()                    # or: let kernels.kernelize and from_pretrained(use_kernels=True) find the layers
 """
 
 from . import layers, ops

@@ -40,7 +40,14 @@ PROBES = {
     "decoder": match_decoder,
 }
 # what nn.Module itself keeps on an instance, and what swaps, accelerate and transformers put there
-NOT_SETTINGS = frozenset(vars(nn.Module())) | {"forward", "_npu_fusion", "_npu_fusion_displaced", "_old_forward", "_hf_hook", "_kernel_funcs"}
+NOT_SETTINGS = frozenset(vars(nn.Module())) | {
+    "forward",
+    "_npu_fusion",
+    "_npu_fusion_displaced",
+    "_old_forward",
+    "_hf_hook",
+    "_kernel_funcs",
+}
 
 
 def match(target):

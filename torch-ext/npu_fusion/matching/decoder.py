@@ -16,7 +16,9 @@ from .stand_in import Mismatch, random, stand_in
 
 def match_decoder(module):
     parameters = dict(inspect.signature(type(module).forward).parameters)
-    options = {n: p for n, p in parameters.items() if n not in ("self", "hidden_states") and p.kind is not p.VAR_KEYWORD}
+    options = {
+        n: p for n, p in parameters.items() if n not in ("self", "hidden_states") and p.kind is not p.VAR_KEYWORD
+    }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     tokens = {name: Token(name) for name in (*options, *(["anything_else"] if takes_any else ()))}
     children, passed = wiring(module, tokens)

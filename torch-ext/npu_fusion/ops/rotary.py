@@ -122,7 +122,8 @@ def _make_plan(shape, strides, cos_shape, interleaved):
         return None
     if any(c != 1 and c != s for s, c in zip(shape[:last], cos_shape)):
         return None
-    order, long = [*range(last + 1)], [i for i in range(last) if shape[i] != 1]  # where one element lies is all the same
+    order = [*range(last + 1)]
+    long = [i for i in range(last) if shape[i] != 1]  # the stride of a single element says nothing
     if any(strides[i] < strides[j] for i, j in zip(long, long[1:])):
         order = [last]
         for i in range(last):  # by falling stride; torch.compile cannot sort sizes that it does not know
