@@ -81,14 +81,12 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether its weight and bias say all that calling it would do: no LoRA, quantization, hook, wrapper or DTensor."""
-    return (
-        type(module) is nn.Linear
-        and "forward" not in module.__dict__
-        and not has_hooks(module)
-        and not is_traceable_wrapper_subclass(module.weight)
-    )
+def plain_linear(module: nn.Module) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
+    """Weight and bias, where they say all that calling the module would do: no LoRA, quantization, hook, wrapper or DTensor."""
+    if type(module) is not nn.Linear or "forward" in module.__dict__ or has_hooks(module):
+        return None
+    weight = module._parameters["weight"]
+    return None if is_traceable_wrapper_subclass(weight) else (weight, module._parameters["bias"])
 
 
 def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -97,8 +95,10 @@ def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         return type(self).forward(self, hidden_states)
     gate, up, down = self._modules[spec.gate], self._modules[spec.up], self._modules[spec.down]
     if spec.gate_half is None:
-        if is_plain_linear(gate) and is_plain_linear(up):
-            hidden = ops.gated_linear(hidden_states, gate.weight, up.weight, gate.bias, up.bias, spec.activation)
+        plain_gate, plain_up = plain_linear(gate), plain_linear(up)
+        if plain_gate and plain_up:
+            (gate_weight, gate_bias), (up_weight, up_bias) = plain_gate, plain_up
+            hidden = ops.gated_linear(hidden_states, gate_weight, up_weight, gate_bias, up_bias, spec.activation)
         else:
             hidden = ops.gated_activation(gate(hidden_states), up(hidden_states), spec.activation)
     elif spec.gate_half == 1:
