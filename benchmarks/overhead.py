@@ -69,7 +69,7 @@ def layers(npu) -> dict[str, dict[str, Callable]]:
         norm_topk_prob=True,
     )
     ops, dtype = torch.ops.npu, torch.float32  # what a CPU multiplies fastest, as it stands in for the device
-    x = torch.randn(1, 4, 64).to("npu", dtype)
+    x = torch.randn(1, 4, 64).to("npu", dtype).requires_grad_()
 
     def pair(module, forward):
         """The module with npu-fusion's layer, and a copy with verl's forward."""
@@ -88,7 +88,7 @@ def layers(npu) -> dict[str, dict[str, Callable]]:
     attention = modeling.Qwen3MoeAttention(config, 0)
     npu.kernelize(torch.nn.Sequential(attention))
     rotary = modeling.apply_rotary_pos_emb
-    q, k = torch.randn(1, 4, 4, 64).to("npu", dtype), torch.randn(1, 2, 4, 64).to("npu", dtype)
+    q, k = (torch.randn(1, heads, 4, 64).to("npu", dtype).requires_grad_() for heads in (4, 2))
     cos, sin = (torch.randn(1, 4, 64).to("npu", dtype) for _ in range(2))
 
     def bare_rotary():
