@@ -75,9 +75,9 @@ coverage: $(DEVICE)  ## swap every layer of transformers and compare (minutes); 
 fuzz: $(DEVICE)  ## 1,000 random cases of every op against its reference
 	@FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 tests/fuzz $(ARGS)
 
-bench: emulator  ## launches and traffic beside other projects' patches (an hour); writes docs/footprint.svg
+bench: emulator  ## launches and traffic beside other projects' patches (10 minutes); writes docs/performance.md
 	@mkdir -p $(CACHE)
-	@$(PY) benchmarks/footprint.py --json $(CACHE)/footprint.json --svg docs/footprint.svg $(ARGS)
+	@$(PY) benchmarks/footprint.py --json $(CACHE)/footprint.json --svg docs/footprint.svg --page docs/performance.md $(ARGS)
 
 bench-host: emulator  ## Python's time a call, and that of import, register and kernelize
 	@$(PY) benchmarks/overhead.py $(ARGS)
