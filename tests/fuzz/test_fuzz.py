@@ -52,8 +52,9 @@ class Rounding(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not self.is_float(out) or func.is_view or func._schema.is_mutable:
             return out
-        if out.numel():
-            self.largest = max(self.largest, out.abs().nan_to_num(0, posinf=0).max().item())
+        for value in (*args, out):
+            if self.is_float(value) and value.numel():
+                self.largest = max(self.largest, value.abs().nan_to_num(0, posinf=0).max().item())
         out = self.rounded(func(*map(self.rounded, args), **(kwargs or {})))
         if func.overloadpacket in (aten.gelu, aten.gelu_backward):  # 1 + erf, or 1 + tanh, cancels inside of them
             *grad, x = (a for a in args if self.is_float(a))
@@ -69,9 +70,10 @@ class Rounding(TorchDispatchMode):
         if not self.is_float(value):
             return value
         size = torch.minimum(value.abs() * self.relative + self.absolute, value.abs())  # what is positive stays so
-        return torch.where(value.isfinite(), value + self.noise(size), value)
+        return value + self.noise(size)
 
     def noise(self, size):
+        size = size.nan_to_num(0, posinf=0)
         return size * (torch.rand(size.shape, generator=self.generator, dtype=torch.float64) * 2 - 1)
 
 
@@ -120,7 +122,7 @@ def outcome(*args):
 
 
 def assert_explained(name, fused, eager, exact, noisy, ulp, in_range, one_infinity):
-    """`in_range`: no value on the way is so large that it could leave the dtype's range in another order of sums.
+    """`in_range`: no value on the way is so large that it could leave the dtype's range in another order of operations.
 
     `one_infinity`: what is not finite is so in one way, whatever the order of sums.
     """
