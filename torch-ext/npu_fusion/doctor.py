@@ -31,7 +31,6 @@ VARIANT = "torch-npu"
 OPS = {
     "npu_add_rms_norm": "6.0",
     "npu_geglu": "5.0",
-    "npu_geglu_grad": "5.0",
     "npu_gelu": "6.0",
     "npu_gemma_rms_norm": "7.0",
     "npu_grouped_matmul": "7.0",
@@ -46,7 +45,6 @@ OPS = {
     "npu_rotary_mul": "7.0",
     "npu_rotary_mul_backward": "7.0",
     "npu_swiglu": "6.0",
-    "npu_swiglu_backward": "6.0",
 }
 # op-plugin release -> the first torch_npu of each torch that carries it, and the CANN that belongs to it.
 RELEASES = {

@@ -103,8 +103,13 @@ def moe_unpermute_reference(
 
 
 def moe_unpermute(permuted: torch.Tensor, row_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """`moe_unpermute_reference` in one launch."""
-    op = npu_op("npu_moe_token_unpermute", permuted, row_index, top_k_weights)
+    """`moe_unpermute_reference` in one launch; under torch.compile in some.
+
+    The fused op hands its own input out again, which torch.compile takes for a fault of the op: it warns, and raises where
+    the environment variable CI is set.
+    """
+    compiling = torch.compiler.is_compiling()
+    op = None if compiling else npu_op("npu_moe_token_unpermute", permuted, row_index, top_k_weights)
     fusable = op is not None and permuted.dtype in FLOATS and top_k_weights.dtype in FLOATS
     if not fusable or permuted.numel() == 0 or top_k_weights.numel() == 0:
         return moe_unpermute_reference(permuted, row_index, top_k_weights)
