@@ -46,7 +46,7 @@ emulator: $(VENV)/.installed
 	@$(MAKE) --no-print-directory -C emulator -j2 PYTHON=$(PY)
 
 demo: $(DEVICE)  ## a real model answers, before and after its layers are swapped
-	@$(PY) examples/smollm2.py $(ARGS)
+	@TORCH_CPP_LOG_LEVEL=ERROR $(PY) examples/smollm2.py $(ARGS)
 
 test: $(DEVICE)  ## run the tests
 	@$(PY) -m pytest -n 2 -m "not slow" $(ARGS)
