@@ -47,7 +47,7 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
         x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
     if needs_grad(x):
-        return _Rotary.apply(cos, sin, interleaved, False, (plan,), x)[0]
+        return _Rotary.apply(x, cos, sin, interleaved, plan)
     return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
 
 
@@ -63,38 +63,21 @@ def _fusable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 class _Rotary(torch.autograd.Function):
-    """Of one tensor or of q and k. Keeps the tables only, as eager does; torch_npu's own backward would keep x as well.
-
-    With `turned`, dimensions 1 and 2 change places around the rotation.
-    """
+    """Keeps the tables only, as eager does; torch_npu's own backward would keep x as well."""
 
     @staticmethod
-    def forward(ctx, cos, sin, interleaved, turned, plans, *tensors):
+    def forward(ctx, x, cos, sin, interleaved, plan):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.turned, ctx.plans = interleaved, turned, plans
-        ctx.set_materialize_grads(False)
-        op, rotated = torch.ops.npu.npu_rotary_mul, []
-        for x, plan in zip(tensors, plans):
-            x = _rotate(op, x.transpose(1, 2) if turned else x, cos, sin, interleaved, plan)
-            rotated.append(x.transpose(1, 2) if turned else x)
-        return tuple(rotated)
+        ctx.interleaved, ctx.plan = interleaved, plan
+        return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        results = []
-        for grad, plan, needed in zip(grads, ctx.plans, ctx.needs_input_grad[5:]):
-            if not needed:
-                grad = None
-            if grad is not None:
-                grad = grad.transpose(1, 2) if ctx.turned else grad
-                # Where the gradient lies in memory in a way that is not legal, x's way is, at the price of a copy.
-                plan = _plan(grad.shape, grad.stride(), cos.shape, ctx.interleaved) or plan
-                grad = _rotate(_backward, grad, cos, sin, ctx.interleaved, plan)
-                grad = grad.transpose(1, 2) if ctx.turned else grad
-            results.append(grad)
-        return (None, None, None, None, None, *results)
+        # Where the gradient lies in memory in a way that is not legal, x's way is, at the price of a copy.
+        plan = _plan(grad.shape, grad.stride(), cos.shape, ctx.interleaved) or ctx.plan
+        return _rotate(_backward, grad, cos, sin, ctx.interleaved, plan), None, None, None, None
 
 
 def _backward(grad, cos, sin, mode):
@@ -233,26 +216,4 @@ def rotate_heads(tensors, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: i
     cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
     if not turned:
         return [rotary(x, cos, sin, interleaved) for x in tensors]
-    plans = _turned_plans(tensors, cos, sin, interleaved)
-    if plans is None:
-        return [rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2) for x in tensors]
-    if needs_grad(*tensors):
-        return _Rotary.apply(cos, sin, interleaved, True, plans, *tensors)
-    op = torch.ops.npu.npu_rotary_mul
-    return [_rotate(op, x.transpose(1, 2), cos, sin, interleaved, p).transpose(1, 2) for x, p in zip(tensors, plans)]
-
-
-def _turned_plans(tensors, cos, sin, interleaved):
-    """Plans for q and k together, in one node of autograd, which costs the host less than one for each; None if not legal."""
-    if npu_op("npu_rotary_mul", *tensors, cos, sin) is None or cos.dim() != 4 or cos.dtype != sin.dtype:
-        return None
-    plans = []
-    for x in tensors:
-        (batch, heads, length, width), strides = x.shape, x.stride()
-        order = (strides[0], strides[2], strides[1], strides[3])
-        alike = x.dtype == cos.dtype and _fusable(x, cos, sin)
-        plan = _plan((batch, length, heads, width), order, cos.shape, interleaved) if alike else None
-        if plan is None:
-            return None
-        plans.append(plan)
-    return tuple(plans)
+    return [rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2) for x in tensors]
