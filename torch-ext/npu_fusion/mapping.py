@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple, Union
 
 from . import layers
+from .doctor import REPOSITORY as HUB_REPOSITORY
 from .doctor import refusal
 from .specs import MLP, Declined, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 HERE = Path(__file__).resolve().parent
-HUB_REPOSITORY, HUB_VERSION = "org/npu-fusion", 1  # as in build.toml
+HUB_VERSION = 1  # as in build.toml
 logger = logging.getLogger(__name__)
 
 # What transformers calls a decorated layer -> our layer. Classes that nobody decorated get our layer's name with a prefix.
