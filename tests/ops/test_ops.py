@@ -282,3 +282,13 @@ def test_inputs_are_left_alone(op, sample):
     for a, b in zip(args, before, strict=True):
         if isinstance(a, torch.Tensor):
             assert torch.equal(a.detach().cpu(), b.cpu())
+
+
+def test_an_operand_on_another_device_is_refused(op):
+    sample = next(iter(op.samples()))
+    for position, value in enumerate(sample.args):
+        if position and isinstance(value, torch.Tensor):
+            args = list(sample.on("npu", torch.float32))
+            args[position] = args[position].cpu()
+            with pytest.raises(RuntimeError, match=r"same device.* cpu"):
+                op.fused(*args, **sample.kwargs)

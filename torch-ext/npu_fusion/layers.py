@@ -75,18 +75,15 @@ class RMSNormGated(nn.Module):
         )
 
 
-def has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+def has_hooks(module: nn.Module):
+    return module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
 
 
 def plain_linear(module: nn.Module) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """Weight and bias, where they say all that calling the module would do: no LoRA, quantization, hook, wrapper or DTensor."""
+    """Weight and bias, where they say all that calling the module would do: no LoRA, quantization, hook or wrapper."""
     if type(module) is not nn.Linear or "forward" in module.__dict__ or has_hooks(module):
         return None
-    weight = module._parameters["weight"]
-    return None if is_traceable_wrapper_subclass(weight) else (weight, module._parameters["bias"])
+    return module._parameters["weight"], module._parameters["bias"]
 
 
 def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -108,7 +105,8 @@ def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
         hidden = ops.swiglu(up(hidden_states))
     else:
         hidden = ops.geglu(up(hidden_states), approximate="tanh" if spec.activation == "gelu_tanh" else "none")
-    return down(hidden)
+    plain_down = plain_linear(down)
+    return F.linear(hidden, *plain_down) if plain_down else down(hidden)
 
 
 class SwiGLUMLP(nn.Module):

@@ -1,25 +1,53 @@
 """Where a fused op may run."""
 
+from functools import lru_cache
 from typing import Callable, Optional
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what the fused ops take; anything else runs the reference
 
+PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
 
-def npu_op(name: str, *tensors: Optional[torch.Tensor]) -> Optional[Callable]:
-    """`torch.ops.npu.<name>` if every tensor is an NPU tensor (or a fake one) and the installed torch_npu has the op.
 
-    None otherwise, and for wrapper subclasses such as DTensor: torch_npu's ops have no sharding strategies. This runs
-    in front of every call, so it asks what is cheap to ask: torch_npu refuses to live beside another accelerator, which
-    leaves CPU and meta tensors to tell apart.
+def wraps_tensors(kind: type) -> bool:
+    """Whether tensors of this class stand for others, as DTensor does: torch_npu's ops have no sharding strategies."""
+    return kind not in PLAIN and hasattr(kind, "__tensor_flatten__")
+
+
+def npu_op(name: str, x: torch.Tensor, *others: Optional[torch.Tensor]) -> Optional[Callable]:
+    """`torch.ops.npu.<name>` if x is an NPU tensor (or a fake one) and the installed torch_npu has the op.
+
+    None otherwise, and where x or another operand stands for other tensors. This runs in front of every call, so it asks
+    what is cheap to ask: torch_npu refuses to live beside another accelerator, which leaves CPU and meta tensors to tell
+    apart, and its ops refuse an operand that is not where x is, by name.
     """
-    for tensor in tensors:
-        if tensor is not None and (tensor.is_cpu or tensor.is_meta or is_traceable_wrapper_subclass(tensor)):
+    if x.is_cpu or x.is_meta:
+        return None
+    for tensor in (x, *others):
+        if wraps_tensors(type(tensor)):
             return None
     return getattr(torch.ops.npu, name, None)
 
 
 def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def remembered(decide: Callable) -> Callable:
+    """`decide` with its latest answers remembered. Tracers follow it instead: they do not know every size."""
+    remember = lru_cache(maxsize=1024)(decide)
+
+    def answer(*facts):
+        if not torch.compiler.is_compiling():
+            try:
+                return remember(*facts)
+            except TypeError:  # make_fx's unknown sizes have no hash
+                pass
+        return decide(*facts)
+
+    return answer

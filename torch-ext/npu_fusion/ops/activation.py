@@ -92,50 +92,56 @@ def gated_linear(
 ) -> torch.Tensor:
     """`gated_linear_reference` in three launches.
 
-    The two products are the halves of one [2, T, I] buffer, where the fused activation splits dimension 0: nothing is
+    The two products are the halves of one buffer, where the fused activation splits dimension 0: nothing is
     concatenated, and nothing but the input and that buffer (and for GELU its value) is kept for the backward.
     """
-    tensors = (hidden_states, gate_weight, up_weight, gate_bias, up_bias)
+    tensors = (hidden_states, gate_weight, up_weight)
+    if gate_bias is not None or up_bias is not None:
+        tensors = (*tensors, gate_bias, up_bias)
     op = npu_op("npu_swiglu" if activation == "silu" else "npu_geglu", *tensors)
     if op is not None and torch.is_autocast_enabled("npu"):
         dtype = torch.get_autocast_dtype("npu")
-        tensors = tuple(t if t is None or t.dtype not in FLOATS else t.to(dtype) for t in tensors)
-    if op is None or not _fusable(activation, *tensors):
-        return gated_linear_reference(*tensors, activation)
+        tensors = [t if t is None or t.dtype not in FLOATS else t.to(dtype) for t in tensors]
+    known = activation == "silu" or (activation in ("gelu", "gelu_tanh") and not _traced(hidden_states))
+    if op is None or not known or not _fusable(*tensors):
+        return gated_linear_reference(*tensors, activation=activation)
     products = _TwoLinears.apply(*tensors) if needs_grad(*tensors) else _two_linears(*tensors)
-    result = op(products, 0) if activation == "silu" else op(products, 0, int(activation == "gelu_tanh"), True)[0]
-    return result.view(*hidden_states.shape[:-1], gate_weight.shape[0])
+    hidden = op(products, 0) if activation == "silu" else op(products, 0, int(activation == "gelu_tanh"), True)[0]
+    return hidden.squeeze(0) if torch.compiler.is_compiling() else hidden
 
 
-def _fusable(activation, hidden_states, gate_weight, up_weight, gate_bias, up_bias) -> bool:
-    dtype = hidden_states.dtype
-    if activation != "silu" and (activation not in ("gelu", "gelu_tanh") or _traced(hidden_states)):
-        return False
-    for bias in (gate_bias, up_bias):
-        if bias is not None and not (bias.dtype == dtype and bias.shape == gate_weight.shape[:1]):
+def _fusable(hidden_states, gate_weight, up_weight, *biases) -> bool:
+    dtype, shape = hidden_states.dtype, gate_weight.shape
+    for bias in biases:
+        if bias is not None and not (bias.dtype == dtype and bias.shape == shape[:1]):
             return False
     return (
         dtype in FLOATS
-        and gate_weight.dtype == dtype
-        and up_weight.dtype == dtype
-        and gate_weight.dim() == 2
-        and gate_weight.shape == up_weight.shape
+        and dtype == gate_weight.dtype == up_weight.dtype
+        and len(shape) == 2
+        and shape == up_weight.shape
+        and 0 not in shape
+        and hidden_states.dim() > 1
         and hidden_states.numel() > 0
-        and gate_weight.numel() > 0
     )
 
 
-def _two_linears(hidden_states, gate_weight, up_weight, gate_bias, up_bias):
-    """[2, T, I]: both linears of the [T, H] rows."""
-    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if torch.compiler.is_compiling():  # there out= is bound to one length, and ends as a copy of the whole buffer
-        return torch.stack((F.linear(rows, gate_weight, gate_bias), F.linear(rows, up_weight, up_bias)))
-    products = rows.new_empty(2, rows.shape[0], gate_weight.shape[0])
-    for out, weight, bias in zip(products.unbind(), (gate_weight, up_weight), (gate_bias, up_bias)):
-        if bias is None:
-            torch.mm(rows, weight.t(), out=out)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=out)
+def _two_linears(hidden_states, gate_weight, up_weight, gate_bias=None, up_bias=None):
+    """[2B, ..., I] of [B, ..., H]: both products, one behind the other; [2, B, ..., I] under torch.compile.
+
+    There, out= would be bound to one length and end as a copy, and npu_swiglu's meta function does not see that half of
+    an unknown 2B is B.
+    """
+    if torch.compiler.is_compiling():
+        return torch.stack(
+            (F.linear(hidden_states, gate_weight, gate_bias), F.linear(hidden_states, up_weight, up_bias))
+        )
+    (batch, *rest, in_features), out_features = hidden_states.shape, gate_weight.shape[0]
+    products = hidden_states.new_empty(2 * batch, *rest, out_features)
+    gate, up = products.view(2, -1, out_features).unbind()
+    rows = hidden_states.reshape(-1, in_features)  # of two dimensions, linear adds a bias in the same launch
+    F.linear(rows, gate_weight, gate_bias, out=gate)
+    F.linear(rows, up_weight, up_bias, out=up)
     return products
 
 
@@ -143,16 +149,16 @@ class _TwoLinears(torch.autograd.Function):
     """A node of its own, so that the activation's node lets go of the products before the weights' gradients are made."""
 
     @staticmethod
-    def forward(ctx, hidden_states, gate_weight, up_weight, gate_bias, up_bias):
+    def forward(ctx, hidden_states, gate_weight, up_weight, *biases):
         ctx.save_for_backward(hidden_states, gate_weight, up_weight)
-        return _two_linears(hidden_states, gate_weight, up_weight, gate_bias, up_bias)
+        return _two_linears(hidden_states, gate_weight, up_weight, *biases)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grads):
         hidden_states, gate_weight, up_weight = ctx.saved_tensors
-        grad_gate, grad_up = grads.unbind()
-        need_input, need_gate, need_up, need_gate_bias, need_up_bias = ctx.needs_input_grad
+        need_input, need_gate, need_up, *need_biases = ctx.needs_input_grad
+        grad_gate, grad_up = grads.reshape(2, -1, gate_weight.shape[0]).unbind()
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         return (
             torch.mm(grad_gate, gate_weight).addmm_(grad_up, up_weight).view(hidden_states.shape)
@@ -160,6 +166,5 @@ class _TwoLinears(torch.autograd.Function):
             else None,
             grad_gate.t() @ rows if need_gate else None,
             grad_up.t() @ rows if need_up else None,
-            grad_gate.sum(0) if need_gate_bias else None,
-            grad_up.sum(0) if need_up_bias else None,
+            *[grad.sum(0) if need else None for grad, need in zip((grad_gate, grad_up), need_biases)],
         )

@@ -54,7 +54,7 @@ def rms_norm(
         return op(hidden_states, hidden_states.new_ones(hidden_states.shape[-1:]), eps)[0]
     if weight.dtype == dtype and not offset:
         return op(hidden_states, weight, eps)[0]
-    if weight.dtype == dtype and offset == 1 and npu_op("npu_gemma_rms_norm") is not None:
+    if weight.dtype == dtype and offset == 1 and npu_op("npu_gemma_rms_norm", hidden_states) is not None:
         if needs_grad(hidden_states, weight):
             return _ZeroCenteredRMSNorm.apply(hidden_states, weight, eps)
         return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
