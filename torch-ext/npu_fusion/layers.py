@@ -12,11 +12,12 @@ from typing import Callable, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import ops
 from .layouts import SwiGLUMLPLayout  # noqa: F401  transformers looks for it beside SwiGLUMLP
 from .matching import match
+from .ops._dispatch import remembered
+from .ops.rotary import heads_facts, plan_heads, rotate_as_planned
 from .specs import MLP, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
 SPEC = "_npu_fusion"  # where an instance keeps its spec; in __dict__, so that reading it costs a dictionary look-up
@@ -129,19 +130,11 @@ class GeGLUMLP(nn.Module):
 
 def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim):
     """The rotated tensors, or None where an input lies outside of what `spec` covers."""
-    ranks, results = cos.dim(), []
-    if ranks < 2:
+    results, plan = _decide_rotary(spec, unsqueeze_dim, *heads_facts(tensors, cos, sin))
+    if plan is not None:
+        return rotate_as_planned(plan, tensors, cos, sin)
+    if results is None:
         return None
-    width, positions = cos.shape[-1] * (2 if spec.cos == "half_width" else 1), cos.shape[-2]
-    for tensor in tensors:
-        shape = tensor.shape
-        results.append(spec.result_dtypes.get((tensor.dtype, cos.dtype)))
-        if results[-1] is None or (len(shape), ranks) not in spec.ranks:
-            return None
-        if shape[-1] != width and spec.partial != "first":
-            return None
-        if positions != shape[-2] and positions not in shape[-3:-1]:  # a table of other positions
-            return None
     if spec.cos == "first_half":
         cos, sin = cos[..., : cos.shape[-1] // 2], sin[..., : sin.shape[-1] // 2]
     if spec.cos != "full":
@@ -159,6 +152,28 @@ def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, s
     else:
         rotated = ops.rotate_heads(tensors, cos, sin, unsqueeze_dim, interleaved)
     return tuple([x if x.dtype == dtype else x.to(dtype) for x, dtype in zip(rotated, results)])
+
+
+@remembered
+def _decide_rotary(spec, unsqueeze_dim, tables, *heads):
+    """(the results' dtypes, what `plan_heads` says where nothing else is to do, or None); (None, None) if not covered."""
+    cos_dtype, cos_shape = tables[3:5]
+    ranks, results = len(cos_shape), []
+    if ranks < 2:
+        return None, None
+    width, positions = cos_shape[-1] * (2 if spec.cos == "half_width" else 1), cos_shape[-2]
+    for _, dtype, shape, _ in heads:
+        results.append(spec.result_dtypes.get((dtype, cos_dtype)))
+        if results[-1] is None or (len(shape), ranks) not in spec.ranks:
+            return None, None
+        if shape[-1] != width and spec.partial != "first":
+            return None, None
+        if positions != shape[-2] and positions not in shape[-3:-1]:  # a table of other positions
+            return None, None
+    nothing_else = spec.cos == "full" and spec.style == "half" and spec.sign > 0 and {*results} == {cos_dtype}
+    if not nothing_else or unsqueeze_dim is None:
+        return results, None
+    return results, plan_heads(unsqueeze_dim, False, tables, *heads)
 
 
 class rotary_pos_emb(nn.Module):

@@ -67,7 +67,7 @@ class MLP:
     training: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, which is quick: layers.rotate looks decisions up by it
 class Rotary:
     """`ops.rotary` for each tensor of a function or module that takes cos and sin."""
 

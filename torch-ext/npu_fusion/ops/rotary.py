@@ -1,12 +1,11 @@
 """Rotary position embedding."""
 
-from functools import lru_cache
 from typing import Tuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op
+from ._dispatch import FLOATS, needs_grad, npu_op, remembered, wraps_tensors
 
 
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -40,15 +39,13 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     if cos.dim() < x.dim():
         shape = (1,) * (x.dim() - cos.dim()) + cos.shape
         cos, sin = cos.view(shape), sin.view(shape)
-    plan = _plan(x.shape, x.stride(), cos.shape, interleaved)
-    if plan is None:
+    way = _way(x.shape, x.stride(), cos.shape, interleaved)
+    if way is None:
         return rotary_reference(x, cos, sin, interleaved)
     if not x.dtype == cos.dtype == sin.dtype:  # the op would round the tables to x's dtype; eager promotes
         dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
         x, cos, sin = x.to(dtype), cos.to(dtype), sin.to(dtype)
-    if needs_grad(x):
-        return _Rotary.apply(x, cos, sin, interleaved, plan)
-    return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
+    return rotate_as_planned((needs_grad(x), None, False, _mode(interleaved), (way,)), (x,), cos, sin)[0]
 
 
 def _fusable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -63,31 +60,59 @@ def _fusable(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
 
 
 class _Rotary(torch.autograd.Function):
-    """Keeps the tables only, as eager does; torch_npu's own backward would keep x as well."""
+    """Keeps the tables only, as eager does; torch_npu's own backward would keep the tensors as well."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin, interleaved, plan):
+    def forward(ctx, plan, cos, sin, *tensors):
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved, ctx.plan = interleaved, plan
-        return _rotate(torch.ops.npu.npu_rotary_mul, x, cos, sin, interleaved, plan)
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        return _rotate(plan, cos, sin, tensors)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
         cos, sin = ctx.saved_tensors
-        # Where the gradient lies in memory in a way that is not legal, x's way is, at the price of a copy.
-        plan = _plan(grad.shape, grad.stride(), cos.shape, ctx.interleaved) or ctx.plan
-        return _rotate(_backward, grad, cos, sin, ctx.interleaved, plan), None, None, None, None
+        _, place, turned, mode, ways = ctx.plan
+        if place is not None:
+            cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
+        results = []
+        for grad, way in zip(grads, ways):
+            if grad is not None:
+                grad = grad.transpose(1, 2) if turned else grad
+                # Where the gradient lies in memory in no legal way, the tensor's way is, at the price of a copy.
+                way = _way(grad.shape, grad.stride(), cos.shape, bool(mode)) or way
+                grad = _rotate_one(_backward, grad, cos, sin, mode, way)
+                grad = grad.transpose(1, 2) if turned else grad
+            results.append(grad)
+        return (None, None, None, *results)
 
 
-def _backward(grad, cos, sin, mode):
+def _backward(grad, cos, sin, *mode):
     # The second argument serves the gradients of cos and sin, which nobody asks for.
-    return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, mode)[0]
+    return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, *mode)[0]
 
 
-def _rotate(op, x, cos, sin, interleaved, plan):
-    """x brought into the shape that `plan` says, rotated, and brought back."""
-    order, inverse, x_shape, cos_shape = plan
+def _rotate(plan, cos, sin, tensors):
+    _, place, turned, mode, ways = plan
+    if place is not None:
+        cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
+    if turned:
+        tensors = [x.transpose(1, 2) for x in tensors]
+    op = torch.ops.npu.npu_rotary_mul
+    rotated = [_rotate_one(op, x, cos, sin, mode, way) for x, way in zip(tensors, ways)]
+    return tuple([x.transpose(1, 2) for x in rotated] if turned else rotated)
+
+
+def _mode(interleaved):
+    return ("interleave",) if interleaved else ()  # "half" is the default, and costs the host something when said
+
+
+def _rotate_one(op, x, cos, sin, mode, way):
+    """x brought into the shape that `way` says, rotated, and brought back."""
+    if way is AS_IT_IS:
+        return op(x, cos, sin, *mode)
+    order, inverse, x_shape, cos_shape = way
     width = cos.shape[-1]
     part = rows = x if width == x.shape[-1] else x[..., :width]
     if order is not None:
@@ -97,7 +122,7 @@ def _rotate(op, x, cos, sin, interleaved, plan):
         rows = rows.reshape(x_shape)
     if cos.shape != cos_shape:
         cos, sin = cos.reshape(cos_shape), sin.reshape(cos_shape)
-    rows = op(rows, cos, sin, "interleave" if interleaved else "half")
+    rows = op(rows, cos, sin, *mode)
     if ordered != x_shape:
         rows = rows.view(ordered)
     if order is not None:
@@ -105,18 +130,18 @@ def _rotate(op, x, cos, sin, interleaved, plan):
     return rows if part is x else torch.cat((rows, x[..., width:]), dim=-1)
 
 
-def _plan(shape, strides, cos_shape, interleaved):
-    """How to show x and cos to npu_rotary_mul: (order, inverse, x's shape, cos's shape), or None if no way is legal;
-    order is None where the dimensions stay as they are.
+AS_IT_IS = "as it is"  # the way of what is legal without any view
+
+
+@remembered
+def _way(shape, strides, cos_shape, interleaved):
+    """How to show x and cos to npu_rotary_mul: (order, inverse, x's shape, cos's shape), or AS_IT_IS, or None if no way
+    is legal; order is None where the dimensions stay as they are.
 
     The op wants four dimensions, contiguous, and takes few patterns of broadcasting. So the dimensions are brought
     into the order in which x lies in memory (transformers' BNSD tensors are views of BSND memory), neighbours that
     are broadcast alike are merged, and the two or three that remain are named by what cos does there. No bytes move.
     """
-    return (_make_plan if torch.compiler.is_compiling() else _cached_plan)(shape, strides, cos_shape, interleaved)
-
-
-def _make_plan(shape, strides, cos_shape, interleaved):
     last, width = len(shape) - 1, cos_shape[-1]
     if 0 in shape or width == 0 or width % 2 or width > shape[last] or width >= 896:
         return None
@@ -143,13 +168,12 @@ def _make_plan(shape, strides, cos_shape, interleaved):
     if legal is None:
         return None
     x_dims, cos_dims = legal
+    as_it_is = (*x_dims, width) == tuple(shape) and (*cos_dims, width) == tuple(cos_shape)
     x_shape, cos_shape = (*x_dims, width), (*cos_dims, width)
     if order == sorted(order):
-        return None, None, x_shape, cos_shape
+        return AS_IT_IS if as_it_is else (None, None, x_shape, cos_shape)
     return tuple(order), tuple(order.index(i) for i in range(last + 1)), x_shape, cos_shape
 
-
-_cached_plan = lru_cache(maxsize=1024)(_make_plan)
 
 LIMIT = 1000  # of what the op calls batch and heads
 
@@ -202,18 +226,60 @@ def apply_rotary_pos_emb(
     Two launches. npu_apply_rotary_pos_emb would make one, but writes into the q and k that it is given, and whether
     the caller still needs those cannot be seen from here; copying them first costs what it saves.
     """
-    q, k = rotate_heads((q, k), cos, sin, unsqueeze_dim, interleaved)
-    return q, k
+    return rotate_heads((q, k), cos, sin, unsqueeze_dim, interleaved)
 
 
 def rotate_heads(tensors, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int, interleaved: bool = False):
     """`rotary` of each of the tensors, with cos and sin [B, S, width] unsqueezed at the heads."""
-    # BNSD tensors that lie in memory as BSND: turned around, they need no copy and the tables no turning
-    turned = unsqueeze_dim == 1
-    for x in tensors:
-        turned = turned and x.dim() == 4 and not x.is_contiguous() and x.stride(1) < x.stride(2)
-    heads = 2 if turned else unsqueeze_dim
-    cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
-    if not turned:
-        return [rotary(x, cos, sin, interleaved) for x in tensors]
-    return [rotary(x.transpose(1, 2), cos, sin, interleaved).transpose(1, 2) for x in tensors]
+    plan = _remembered_plan(unsqueeze_dim, interleaved, *heads_facts(tensors, cos, sin))
+    if plan is not None:
+        return rotate_as_planned(plan, tensors, cos, sin)
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return tuple([rotary(x, cos, sin, interleaved) for x in tensors])
+
+
+def heads_facts(tensors, cos: torch.Tensor, sin: torch.Tensor) -> tuple:
+    """All that `plan_heads` decides by."""
+    grads = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad, *[x.requires_grad for x in tensors])
+    tables = (grads, cos.device, type(cos), cos.dtype, cos.shape, type(sin), sin.dtype, sin.shape)
+    return (tables, *[(type(x), x.dtype, x.shape, x.stride()) for x in tensors])
+
+
+def plan_heads(unsqueeze_dim, interleaved, tables, *heads):
+    """How to rotate tensors that are alike together, which costs the host less than one by one: (whether gradients are
+    recorded, where the tables are unsqueezed, whether dimensions 1 and 2 change places meanwhile, the op's mode, the
+    `_way` of each); or None.
+
+    transformers' BNSD tensors are views of BSND memory: turned around, they need no copy, and the tables no turning.
+    """
+    grads, device, kind, dtype, cos_shape, *sin = tables
+    kinds, dtypes, _, _ = zip(*heads)
+    alike = sin == [kind, dtype, cos_shape] and {*dtypes} == {dtype}
+    if device.type in ("cpu", "meta") or not alike or dtype not in FLOATS or any(map(wraps_tensors, (kind, *kinds))):
+        return None
+    tables_require_grad, *recorded = grads or (False, False)
+    if not hasattr(torch.ops.npu, "npu_rotary_mul") or tables_require_grad or len({*recorded}) > 1:
+        return None
+    ranks = len(cos_shape) + 1
+    for turned in (False, True) if unsqueeze_dim == 1 else (False,):
+        place = 2 if turned else unsqueeze_dim % ranks
+        table = (*cos_shape[:place], 1, *cos_shape[place:])
+        ways = []
+        for _, _, shape, strides in heads:
+            if len(shape) != ranks or (turned and ranks != 4):
+                return None
+            if turned:
+                shape, strides = ((t[0], t[2], t[1], t[3]) for t in (shape, strides))
+            ways.append(_way(shape, strides, table, interleaved))
+        if None in ways:
+            return None
+        if all(way is AS_IT_IS or way[0] is None for way in ways):
+            return recorded[0], place, turned, _mode(interleaved), ways
+    return None
+
+
+_remembered_plan = remembered(plan_heads)
+
+
+def rotate_as_planned(plan, tensors, cos: torch.Tensor, sin: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    return _Rotary.apply(plan, cos, sin, *tensors) if plan[0] else _rotate(plan, cos, sin, tensors)
