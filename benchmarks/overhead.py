@@ -95,6 +95,13 @@ def layers(npu) -> dict[str, dict[str, Callable]]:
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         return ops.npu_rotary_mul(q, c, s), ops.npu_rotary_mul(k, c, s)
 
+    # [B, N, S, D] seen, [B, S, N, D] in memory, as attention has several positions; verl's call makes aclnn copy both
+    q_seen, k_seen = (x.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_() for x in (q, k))
+
+    def bare_rotary_of_views():
+        c, s = cos.unsqueeze(2), sin.unsqueeze(2)
+        return [ops.npu_rotary_mul(x.transpose(1, 2), c, s).transpose(1, 2) for x in (q_seen, k_seen)]
+
     gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
 
     def bare_mlp():
@@ -136,6 +143,11 @@ def layers(npu) -> dict[str, dict[str, Callable]]:
             "npu-fusion": lambda: rotary(q, k, cos, sin),
             "verl": lambda: verl.apply_rotary_pos_emb_npu(q, k, cos, sin),
             "bare": bare_rotary,
+        },
+        "rotary of views": {
+            "npu-fusion": lambda: rotary(q_seen, k_seen, cos, sin),
+            "verl": lambda: verl.apply_rotary_pos_emb_npu(q_seen, k_seen, cos, sin),
+            "bare": bare_rotary_of_views,
         },
         "MLP": {"npu-fusion": lambda: mlp(x), "verl": lambda: verl_mlp(x), "bare": bare_mlp},
         "MoE block": {"npu-fusion": lambda: moe(x), "verl": lambda: verl_moe(x), "bare": bare_moe},

@@ -134,3 +134,14 @@ def test_a_dimension_that_does_not_exist_is_named():
     q_k, tables, _ = inputs("BNSD")
     with pytest.raises(IndexError, match="Dimension out of range"):
         ops.apply_rotary_pos_emb(*q_k, *tables, 4)
+
+
+def test_functorch_gets_torchs_own_refusal():
+    """`record` goes around Function.apply, but not where functorch needs what that does."""
+    q_k, tables, unsqueeze_dim = inputs("BNSD", grads=(False, False))
+
+    def rotated_sum(q, k):
+        return sum(x.sum() for x in ops.apply_rotary_pos_emb(q, k, *tables, unsqueeze_dim))
+
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(rotated_sum, argnums=(0, 1))(*q_k)

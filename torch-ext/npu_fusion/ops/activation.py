@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op
+from ._dispatch import FLOATS, needs_grad, npu_op, record
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -105,7 +105,7 @@ def gated_linear(
     known = activation == "silu" or (activation in ("gelu", "gelu_tanh") and not _traced(hidden_states))
     if op is None or not known or not _fusable(*tensors):
         return gated_linear_reference(*tensors, activation=activation)
-    products = _TwoLinears.apply(*tensors) if needs_grad(*tensors) else _two_linears(*tensors)
+    products = record(_TwoLinears, *tensors) if needs_grad(*tensors) else _two_linears(*tensors)
     hidden = op(products, 0) if activation == "silu" else op(products, 0, int(activation == "gelu_tanh"), True)[0]
     return hidden.squeeze(0) if torch.compiler.is_compiling() else hidden
 

@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import needs_grad, npu_op
+from ._dispatch import needs_grad, npu_op, record
 
 
 def top_k_softmax_reference(
@@ -40,7 +40,7 @@ def top_k_softmax(
     if needs_grad(logits):
         if v2 is None:
             return top_k_softmax_reference(logits, k, renormalize, index_dtype)
-        return _TopKSoftmax.apply(logits, k, renormalize, index_dtype)
+        return record(_TopKSoftmax, logits, k, renormalize, index_dtype)
     if v1 is not None and not renormalize:
         weights, index, _ = v1(logits, k=k)
     elif v2 is not None:

@@ -5,7 +5,7 @@ from typing import Optional
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op
+from ._dispatch import FLOATS, needs_grad, npu_op, record
 
 
 def grouped_matmul_reference(
@@ -55,7 +55,7 @@ def grouped_matmul(
     if npu_op("npu_grouped_matmul", x, weight, tokens_per_expert, bias) is None or not _fusable(x, weight, bias):
         return grouped_matmul_reference(x, weight, tokens_per_expert, bias, transposed)
     arguments = (x, weight, tokens_per_expert.long(), bias, transposed, zero_tail)
-    return _GroupedMatmul.apply(*arguments) if needs_grad(x, weight, bias) else _grouped_matmul(*arguments)
+    return record(_GroupedMatmul, *arguments) if needs_grad(x, weight, bias) else _grouped_matmul(*arguments)
 
 
 def _fusable(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> bool:

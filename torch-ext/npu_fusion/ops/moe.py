@@ -6,7 +6,7 @@ from typing import Callable, Optional, Tuple, Union
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, npu_op
+from ._dispatch import FLOATS, npu_op, record
 from .activation import geglu, geglu_reference, swiglu, swiglu_reference
 from .grouped_matmul import grouped_matmul, grouped_matmul_reference
 
@@ -47,7 +47,7 @@ def moe_permute(
     op = npu_op("npu_moe_init_routing_v2", hidden_states, top_k_index)
     if op is None or hidden_states.dtype not in FLOATS or hidden_states.numel() == 0 or top_k_index.numel() == 0:
         return moe_permute_reference(hidden_states, top_k_index, num_experts)
-    return _Permute.apply(hidden_states, top_k_index, num_experts, expert_parallel)
+    return record(_Permute, hidden_states, top_k_index, num_experts, expert_parallel)
 
 
 class _Permute(torch.autograd.Function):

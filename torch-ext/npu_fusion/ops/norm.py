@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op
+from ._dispatch import FLOATS, needs_grad, npu_op, record
 from .activation import ACTIVATIONS
 
 
@@ -56,7 +56,7 @@ def rms_norm(
         return op(hidden_states, weight, eps)[0]
     if weight.dtype == dtype and offset == 1 and npu_op("npu_gemma_rms_norm", hidden_states) is not None:
         if needs_grad(hidden_states, weight):
-            return _ZeroCenteredRMSNorm.apply(hidden_states, weight, eps)
+            return record(_ZeroCenteredRMSNorm, hidden_states, weight, eps)
         return torch.ops.npu.npu_gemma_rms_norm(hidden_states, weight, eps)[0]
     # The op takes a gamma in x's dtype or fp32. An offset is added in fp32: in bf16, 1 + 0.0039 is 1.
     gamma = weight.float() + offset if offset else weight.float()
@@ -172,7 +172,7 @@ def add_rms_norm(
         residual = residual + hidden_states
         return rms_norm(residual, weight, eps), residual
     if needs_grad(hidden_states, residual, weight):
-        return _AddRMSNorm.apply(hidden_states, residual, weight, eps)
+        return record(_AddRMSNorm, hidden_states, residual, weight, eps)
     normed, _, residual = op(hidden_states, residual, weight, eps)
     return normed, residual
 

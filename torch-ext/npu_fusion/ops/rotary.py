@@ -5,7 +5,7 @@ from typing import Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op, remembered, wraps_tensors
+from ._dispatch import FLOATS, needs_grad, npu_op, record, remembered, wraps_tensors
 
 
 def rotary_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -282,4 +282,4 @@ _remembered_plan = remembered(plan_heads)
 
 
 def rotate_as_planned(plan, tensors, cos: torch.Tensor, sin: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    return _Rotary.apply(plan, cos, sin, *tensors) if plan[0] else _rotate(plan, cos, sin, tensors)
+    return record(_Rotary, plan, cos, sin, *tensors) if plan[0] else _rotate(plan, cos, sin, tensors)
