@@ -152,6 +152,15 @@ COUNTS = {
 }
 
 
+def gated_activation_samples():
+    for activation in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+        yield Sample(activation, (randn(2, 3, 8, scale=3.0), randn(2, 3, 8), activation))
+    yield Sample("one_dimension", (randn(8), randn(8)))
+    yield Sample("broadcast", (randn(2, 3, 8), randn(3, 8)))
+    yield Sample("strided", (randn(3, 16)[:, ::2], randn(8, 3).t()))
+    yield Sample("empty", (randn(0, 8), randn(0, 8)))
+
+
 def grouped_matmul_samples():
     for name, counts in COUNTS.items():
         weight = randn(len(counts), 5, 4)
@@ -260,6 +269,10 @@ OPS = [
         (Sample("odd", (randn(3, 7),)), RuntimeError),
         (Sample("no_such_form", (randn(3, 8), -1, "sigmoid")), RuntimeError),
     ]),
+    Op("gated_activation", ops.gated_activation, ops.gated_activation_reference, gated_activation_samples, lambda: [
+        (Sample("sizes_differ", (randn(3, 8), randn(3, 7))), RuntimeError),
+        (Sample("no_such_activation", (randn(3, 8), randn(3, 8), "swish")), KeyError),
+    ], roundings=2),
     Op("gated_linear", ops.gated_linear, ops.gated_linear_reference, gated_linear_samples, lambda: [
         (Sample("sizes_differ", (randn(3, 8), randn(5, 8), randn(6, 8))), RuntimeError),
         (Sample("input_of_other_size", (randn(3, 7), randn(5, 8), randn(5, 8))), RuntimeError),

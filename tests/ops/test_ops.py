@@ -218,6 +218,7 @@ def tokens(op, num_tokens):
         "add_rms_norm": ((x, x * 2, w[0]), "aclnnAddRmsNorm"),
         "swiglu": ((x,), "aclnnSwiGluGrad"),
         "geglu": ((x,), "aclnnGe"),  # GeGlu; compiled, Gelu
+        "gated_activation": ((x, x * 2), "aclnnSwiGluGrad"),
         "gated_linear": ((x, w[1], w[2]), "aclnnSwiGluGrad"),
         "rotary": ((heads, *tables), "aclnnRotaryPositionEmbeddingGrad"),
         "grouped_matmul": ((x, w[3], counts), "aclnnGroupedMatmulV5"),

@@ -128,6 +128,22 @@ def test_gated_linear_saves_its_input_and_the_two_products():
     assert saved == elements(T * H, 3 * T * INTER)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activation(activation):
+    gelu = activation != "silu"  # npu_geglu writes gelu(gate), too, and reads it in the backward
+    gate, up = bf16(T, INTER), bf16(T, INTER)
+    with counted(2, 5 * size(gate)):
+        ops.gated_activation(gate, up, activation)
+    gate.requires_grad_(), up.requires_grad_()
+    with counted(2, (8 if gelu else 7) * size(gate)):
+        hidden = ops.gated_activation(gate, up, activation)
+    step = backward(hidden)
+    with counted(1, (6 if gelu else 5) * size(gate)):
+        step()
+    saved, _ = saved_bytes(lambda: ops.gated_activation(gate, up, activation))
+    assert saved == (3 if gelu else 2) * size(gate)
+
+
 @pytest.mark.parametrize("frozen", ["x", "gate", "up"])
 def test_frozen_parts_of_gated_linear_cost_nothing(frozen):
     parts = {"x": bf16(T, H), "gate": bf16(INTER, H), "up": bf16(INTER, H)}

@@ -2,10 +2,12 @@
 
 import gc
 
+import npu_emulator
 import pytest
 import torch
 from kernels import get_kernel
 from models.families import FAMILIES, build_model, token_ids
+from peft import LoraConfig, get_peft_model
 
 npu = get_kernel("org/npu-fusion", version=1)
 
@@ -55,6 +57,24 @@ def test_no_more_than_eager(family, dtype, fuse, record_property):
     record_property("bytes", {"eager": eager, "fused": fused})
     assert fused["peak"] <= eager["peak"], (fused, eager)
     assert fused["saved"] < eager["saved"], (fused, eager)
+
+
+def test_no_more_than_eager_with_lora_on_every_linear(fuse):
+    config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model, ids = get_peft_model(build_model("llama"), config).to("npu").train(), token_ids(length=32).to("npu")
+
+    def cost():
+        with npu_emulator.count() as traffic:
+            step(model, ids)
+        return peak_bytes(model, ids), saved_bytes(model, ids), traffic
+
+    peak, saved, eager = cost()
+    fuse(model)
+    fused_peak, fused_saved, fused = cost()
+    assert fused_peak <= peak and fused_saved < saved
+    layers = model.config.num_hidden_layers
+    assert fused.by_op["aclnnSwiGlu"].launches == fused.by_op["aclnnSwiGluGrad"].launches == layers
+    assert "aten::silu" in eager.by_op and "aten::silu" not in fused.by_op
 
 
 def test_1000_steps_leave_nothing_behind(fuse):

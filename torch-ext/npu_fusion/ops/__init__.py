@@ -2,6 +2,7 @@
 
 from .activation import (
     gated_activation,
+    gated_activation_reference,
     gated_linear,
     gated_linear_reference,
     geglu,
@@ -40,6 +41,7 @@ __all__ = [
     "apply_rotary_pos_emb",
     "experts_reference",
     "gated_activation",
+    "gated_activation_reference",
     "gated_linear",
     "gated_linear_reference",
     "geglu",

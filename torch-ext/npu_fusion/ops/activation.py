@@ -64,9 +64,29 @@ def _traced(x: torch.Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(x, FakeTensor)
 
 
-def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """act(gate) * up where the halves are two tensors: joining them would cost more than the fused op saves."""
+def gated_activation_reference(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """act(gate) * up."""
     return ACTIVATIONS[activation](gate) * up
+
+
+def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """act(gate) * up where the halves are two tensors, as LoRA leaves them. Where gradients are recorded, the fused op does it.
+
+    A copy joins the halves for it, which saves two of five launches, moves no more and keeps less (SiLU: 2 tensors, not 3).
+    Without gradients, joining would move 7 tensors where eager moves 5.
+    """
+    fusable = needs_grad(gate, up) and _known(activation, gate) and gate.shape == up.shape and gate.dtype == up.dtype
+    if not fusable or npu_op("npu_swiglu" if activation == "silu" else "npu_geglu", gate, up) is None:
+        return gated_activation_reference(gate, up, activation)
+    gate_up = torch.stack((gate, up))
+    return (swiglu(gate_up, 0) if activation == "silu" else geglu(gate_up, 0, GELUS[activation])).squeeze(0)
+
+
+GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _known(activation: str, x: torch.Tensor) -> bool:
+    return activation == "silu" or (activation in GELUS and not _traced(x))
 
 
 def gated_linear_reference(
@@ -79,7 +99,7 @@ def gated_linear_reference(
 ) -> torch.Tensor:
     """act(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias); [..., H] -> [..., I]."""
     gate = F.linear(hidden_states, gate_weight, gate_bias)
-    return gated_activation(gate, F.linear(hidden_states, up_weight, up_bias), activation)
+    return gated_activation_reference(gate, F.linear(hidden_states, up_weight, up_bias), activation)
 
 
 def gated_linear(
@@ -102,8 +122,7 @@ def gated_linear(
     if op is not None and torch.is_autocast_enabled("npu"):
         dtype = torch.get_autocast_dtype("npu")
         tensors = [t if t is None or t.dtype not in FLOATS else t.to(dtype) for t in tensors]
-    known = activation == "silu" or (activation in ("gelu", "gelu_tanh") and not _traced(hidden_states))
-    if op is None or not known or not _fusable(*tensors):
+    if op is None or not _known(activation, hidden_states) or not _fusable(*tensors):
         return gated_linear_reference(*tensors, activation=activation)
     products = record(_TwoLinears, *tensors) if needs_grad(*tensors) else _two_linears(*tensors)
     hidden = op(products, 0) if activation == "silu" else op(products, 0, int(activation == "gelu_tanh"), True)[0]
