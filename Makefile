@@ -58,7 +58,8 @@ $(DEEPSPEED)/.installed: pyproject.toml emulator/pyproject.toml
 	$(PYTHON) -m venv $(DEEPSPEED)
 	$(DEEPSPEED)/bin/python -m pip install --quiet --upgrade "pip>=25.1" setuptools wheel
 	$(DEEPSPEED)/bin/python -m pip install --quiet $(PIP_ARGS) --group dev
-	DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
+	@# its set-up imports torch, which would load torch_npu before there is a device
+	DS_BUILD_OPS=0 TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(DEEPSPEED)/bin/python -m pip install --quiet --no-build-isolation deepspeed==0.19.8
 	$(DEEPSPEED)/bin/python -m pip install --quiet --no-deps --editable emulator
 	@touch $@
 

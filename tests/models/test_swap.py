@@ -7,6 +7,7 @@ import re
 import threading
 
 import kernels
+import npu_emulator
 import pytest
 import torch
 import transformers
@@ -219,6 +220,42 @@ def test_threads_swap_and_run_models_side_by_side(fuse, eager):
     for thread in threads:
         thread.join()
     assert results == [True] * 4
+
+
+def rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    """Qwen4-exp's and Mistral Large 4's: they call it without k, too."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def rotated(x):
+        first, second = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+    return (rotated(q), rotated(k)) if k is not None else rotated(q)
+
+
+def test_a_swapped_function_is_called_as_before():
+    fused = npu.layers.rotary_function(rotary, npu.layers.match(rotary))
+    q, k = (torch.randn(2, heads, 3, 8).to("npu") for heads in (4, 2))
+    cos, sin = (torch.randn(2, 3, 8).to("npu") for _ in range(2))
+    turned = [x.transpose(1, 2).contiguous() for x in (q, k)]
+    for args, kwargs in [
+        ((q, k, cos, sin), {}),
+        ((q, k, cos, sin, 1), {}),
+        ((*turned, cos, sin, 2), {}),
+        ((*turned, cos), {"sin": sin, "unsqueeze_dim": 2}),
+        ((), {"sin": sin, "cos": cos, "k": k, "q": q}),
+    ]:
+        with npu_emulator.count() as traffic:
+            found = fused(*args, **kwargs)
+        assert traffic.by_op["aclnnRotaryPositionEmbeddingV2"].launches == traffic.launches == 2
+        for x, y in zip(found, rotary(*args, **kwargs), strict=True):
+            # fp32: two products and a sum, each rounded once, of values below 16
+            torch.testing.assert_close(x, y, rtol=1e-6, atol=2e-6)
+    for args, kwargs in [((q, None, cos, sin), {}), ((q,), {"cos": cos, "sin": sin})]:
+        assert torch.equal(fused(*args, **kwargs), rotary(*args, **kwargs))
+    for args in [(), (q, k, cos, sin, 1, None)]:
+        with pytest.raises(TypeError, match="argument"):
+            fused(*args)
 
 
 # ---- plain kernels and transformers after register()

@@ -130,7 +130,11 @@ class GeGLUMLP(nn.Module):
 
 def rotate(spec: Rotary, tensors: Tuple[torch.Tensor, ...], cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim):
     """The rotated tensors, or None where an input lies outside of what `spec` covers."""
-    results, plan = _decide_rotary(spec, unsqueeze_dim, *heads_facts(tensors, cos, sin))
+    try:
+        facts = heads_facts(tensors, cos, sin)
+    except AttributeError:  # one of them is no tensor: some models leave k out
+        return None
+    results, plan = _decide_rotary(spec, unsqueeze_dim, *facts)
     if plan is not None:
         return rotate_as_planned(plan, tensors, cos, sin)
     if results is None:
@@ -192,14 +196,20 @@ class rotary_pos_emb(nn.Module):
 def rotary_function(original: Callable, spec: Rotary) -> Callable:
     """`original`, a plain function with cos and sin among its parameters, with one fused call for each of its tensors."""
     signature = inspect.signature(original)
+    parameters = signature.parameters.values()
+    required = sum(parameter.default is parameter.empty for parameter in parameters)
+    simple = all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in parameters)
     names = [name for name in spec.arguments if name not in ("cos", "sin")]
 
     @functools.wraps(original)
     def fused(*args, **kwargs):
-        arguments = signature.bind(*args, **kwargs).arguments
+        if simple and not kwargs and required <= len(args) <= len(parameters):  # bind's answer, sooner
+            arguments = dict(zip(signature.parameters, args))
+        else:
+            arguments = signature.bind(*args, **kwargs).arguments
         unsqueeze_dim = arguments.get("unsqueeze_dim", spec.unsqueeze) if spec.unsqueeze_argument else spec.unsqueeze
-        tensors = tuple(arguments[name] for name in names)
-        rotated = rotate(spec, tensors, arguments["cos"], arguments["sin"], unsqueeze_dim)
+        *tensors, cos, sin = [arguments.get(name) for name in (*names, "cos", "sin")]
+        rotated = rotate(spec, tensors, cos, sin, unsqueeze_dim)
         if rotated is None:
             return original(*args, **kwargs)
         return rotated if len(rotated) > 1 else rotated[0]
