@@ -69,7 +69,7 @@ test-parallel: $(DEVICE) $(DEEPSPEED)/.installed  ## the longer cases of paralle
 test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers and kernels; writes README's table
 	@$(PY) scripts/matrix.py $(ARGS)
 
-coverage: $(DEVICE)  ## swap every layer of transformers and compare (minutes); writes docs/coverage.md
+coverage: $(DEVICE)  ## swap every layer and language model of transformers and compare (minutes); writes docs/coverage.md
 	@mkdir -p $(CACHE)
 	@$(PY) benchmarks/coverage.py --json $(CACHE)/coverage.json --page docs/coverage.md $(ARGS)
 

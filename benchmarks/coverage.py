@@ -1,10 +1,10 @@
-"""Every layer of transformers that could be swapped: is it, and does it still compute the same?
+"""Every layer of transformers that could be swapped, and every language model: is it, and does it compute the same?
 
     python benchmarks/coverage.py [--json FILE] [--page FILE] [--only MODULE ...] [--jobs N]
 
 Builds each site of census.csv at a small size, runs it eagerly on the NPU (an emulated one where there is none), swaps
 it with `npu.kernelize` and runs it again: forward and backward, in fp32 and bf16, on ordinary and on heavy-tailed
-inputs. Prints a table by kind of layer. Wrong means that a swapped layer differs from eager; what is not swapped runs
+inputs. Then the same with whole language models: see coverage_models.py. Prints a table by kind of layer. Wrong means that a swapped layer differs from eager; what is not swapped runs
 transformers' own code, for the reason that is given. Nothing here is a time: see footprint.py and model.py for cost.
 """
 
@@ -24,6 +24,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import coverage_models
+from coverage_models import ModelResult
 from coverage_sites import Site, build, census
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,6 +88,10 @@ def start(local_kernels: str) -> None:
 
 def check_all(sites: list[Site]) -> list[Result]:
     return [check(site) for site in sites]
+
+
+def check_model(name: str) -> list[ModelResult]:
+    return [coverage_models.check(name, npu)]
 
 
 def check(site: Site) -> Result:
@@ -331,24 +337,31 @@ class recording:
 # --- all processes
 
 
-def sweep(sites: list[Site], jobs: int) -> list[Result]:
+def sweep(only: list[str] | None, jobs: int) -> tuple[list[Result], list[ModelResult]]:
+    """Results of all layers and of all models; of those modeling modules and model types only, if given."""
+    sites = [site for site in census() if not only or site.module in only]
     families: dict[str, list[Site]] = {}
     for site in sites:
         families.setdefault(site.module, []).append(site)
-    results: list[Result] = []
+    results: list = []
     with tempfile.TemporaryDirectory(prefix="npu-fusion-build-") as directory:
         local = os.environ.get("LOCAL_KERNELS")
         if local is None:
             runpy.run_path(str(ROOT / "scripts" / "build.py"))["build"](Path(directory))
             local = f"org/npu-fusion={directory}"
         pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=start, initargs=(local,))
-        with pool, progress(len(sites)) as advance:
-            tasks = [pool.submit(check_all, group) for group in families.values()]
-            for task in as_completed(tasks):
-                results += task.result()
-                advance(len(task.result()), f"{task.result()[0].module:24.24}")
+        with pool:
+            models = [name for name in pool.submit(coverage_models.names).result() if not only or name in only]
+            tasks = {pool.submit(check_all, group): name for name, group in families.items()}
+            tasks |= {pool.submit(check_model, name): name for name in models}
+            with progress(len(sites) + len(models)) as advance:
+                for task in as_completed(tasks):
+                    results += task.result()
+                    advance(len(task.result()), f"{tasks[task]:24.24}")
     order = {(site.kind, site.module, site.name): i for i, site in enumerate(sites)}
-    return sorted(results, key=lambda r: order[r.kind, r.module, r.name])
+    layers = [r for r in results if isinstance(r, Result)]
+    layers.sort(key=lambda r: order[r.kind, r.module, r.name])
+    return layers, sorted((r for r in results if isinstance(r, ModelResult)), key=lambda r: r.name)
 
 
 class progress:
@@ -406,7 +419,9 @@ def table(kinds: dict[str, dict[str, Any]]) -> list[str]:
     return [header, *(f"{KINDS[kind]:18}" + "".join(f"{row[c]:>12}" for c in COLUMNS) for kind, row in kinds.items())]
 
 
-def page(kinds: dict[str, dict[str, Any]], found: list[dict[str, Any]], transformers: str) -> str:
+def page(
+    kinds: dict[str, dict[str, Any]], found: list[dict[str, Any]], models: list[ModelResult], transformers: str
+) -> str:
     """docs/coverage.md: what is swapped, to look a model up in."""
     with_sites = [family for family in found if family["sites"]]
     lines = [
@@ -437,7 +452,8 @@ def page(kinds: dict[str, dict[str, Any]], found: list[dict[str, Any]], transfor
             cells.append(f"{sum(s['status'] == 'verified' for s in mine)}/{len(mine)}" if mine else "")
         alone = ", ".join(f"`{s['name']}`" for s in family["sites"] if s["status"] != "verified")
         lines.append(f"| {family['family']} | {' | '.join(cells)} | {alone} |")
-    lines += ["", "## What is left alone, and why", "", "| layer | reason |", "| --- | --- |"]
+    lines += ["", *coverage_models.page(models)]
+    lines += ["## What is left alone, and why", "", "| layer | reason |", "| --- | --- |"]
     for family in with_sites:
         for site in family["sites"]:
             if site["reason"]:  # of a verified one: in the other dtype
@@ -452,23 +468,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write everything there")
     parser.add_argument("--page", type=Path, help="write docs/coverage.md there")
-    parser.add_argument("--only", nargs="+", metavar="MODULE", help="modeling modules, such as qwen3_moe")
+    parser.add_argument(
+        "--only", nargs="+", metavar="MODULE", help="modeling modules and model types, such as qwen3_moe"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     from importlib.metadata import version
 
-    results = sweep([s for s in census() if not options.only or s.module in options.only], options.jobs)
+    results, models = sweep(options.only, options.jobs)
     kinds, found = summary(results), families(results)
     print("\n".join(table(kinds)))
-    for result in results:
-        if result.status == "wrong":
-            print(f"wrong: {result.module}.{result.name}: {result.reason}")
-    data = {"transformers": version("transformers"), "kinds": kinds, "families": found}
+    print(coverage_models.page(models)[0].removeprefix("## "))
+    wrong = [r for r in (*results, *models) if r.status == "wrong"]
+    for r in wrong:
+        print(f"wrong: {r.name if isinstance(r, ModelResult) else f'{r.module}.{r.name}'}: {r.reason}")
+    data = {
+        "transformers": version("transformers"),
+        "kinds": kinds,
+        "families": found,
+        "models": [asdict(model) for model in models],
+    }
     if options.json:
         options.json.write_text(json.dumps(data, indent=1))
     if options.page:
-        options.page.write_text(page(kinds, found, data["transformers"]))
-    sys.exit(any(result.status == "wrong" for result in results))
+        options.page.write_text(page(kinds, found, models, data["transformers"]))
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ npu = get_kernel("org/npu-fusion", version=1)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import coverage  # noqa: E402
+import coverage_models  # noqa: E402
 from coverage_sites import build, census  # noqa: E402
 
 SITES = {(site.module, site.name): site for site in census()}
@@ -72,7 +73,11 @@ def test_summary_and_page():
     assert json.loads(json.dumps({"kinds": kinds, "families": families}))["kinds"]["norm"]["verified"] == 1
     assert kinds["rotary"]["reasons"] == {results[1].reason: 1}
     assert {"bert", "llama", "clvp"} <= {family["family"] for family in families}
-    page = coverage.page(kinds, families, "5.22.2")
+    models = [coverage_models.check(name, npu) for name in ("gemma", "blt")]
+    page = coverage.page(kinds, families, models, "5.22.2")
+    assert "## Whole models: 1 of 1 verified" in page
+    assert "| gemma | 2 GeGLUMLP, 2 PreNormDecoderLayer, 5 RMSNormZeroCentered, 2 rotary_pos_emb |" in page
+    assert "- blt: ValueError:" in page
     assert "| llama | 1/1 |" in page
     assert "clvp.apply_rotary_pos_emb" in page
 
@@ -83,3 +88,29 @@ def test_every_site_can_be_built_small_and_large():
         assert type(small) is type(large)
         assert sum(p.numel() for p in small.parameters()) < 1_000_000
         assert {p.device.type for p in large.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen4_exp_text"])
+def test_whole_models(name):
+    """Qwen4-exp calls its rotary function without k, too."""
+    result = coverage_models.check(name, npu)
+    assert (result.status, result.reason) == ("verified", "")
+    assert {"MoEExperts", "TopKRouter", "rotary_pos_emb"} <= {*result.swapped}
+
+
+def test_a_model_that_computes_something_else_is_wrong(monkeypatch):
+    def one_percent_off(self, hidden_states):
+        return type(self).forward(self, hidden_states) * 1.01
+
+    monkeypatch.setattr(npu.layers.RMSNorm, "forward", one_percent_off)
+    result = coverage_models.check("llama", npu)
+    assert result.status == "wrong"
+    assert "logits are" in result.reason and "gradients are" in result.reason
+
+
+def test_a_model_that_raises_once_it_is_swapped_is_wrong(monkeypatch):
+    def broken(self, hidden_states):
+        raise KeyError("k")
+
+    monkeypatch.setattr(npu.layers.RMSNorm, "forward", broken)
+    assert coverage_models.check("llama", npu).reason == "raised KeyError: 'k'"
