@@ -130,10 +130,21 @@ def test_sizes_that_a_tracer_does_not_know():
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-6)  # as in `close`
 
 
-def test_a_dimension_that_does_not_exist_is_named():
+@pytest.mark.parametrize("dimension", [-7, -5, 4, 5])
+def test_a_dimension_that_does_not_exist_is_named(dimension):
     q_k, tables, _ = inputs("BNSD")
-    with pytest.raises(IndexError, match="Dimension out of range"):
-        ops.apply_rotary_pos_emb(*q_k, *tables, 4)
+    with pytest.raises(IndexError, match=f"Dimension out of range .*got {dimension}"):
+        ops.apply_rotary_pos_emb(*q_k, *tables, dimension)
+
+
+@pytest.mark.parametrize("dimension", [-3, -2])
+def test_a_dimension_may_be_counted_from_the_end(dimension):
+    q_k, tables, unsqueeze_dim = inputs("BNSD" if dimension == -3 else "BSND")
+    with npu_emulator.count() as traffic:
+        rotated = ops.apply_rotary_pos_emb(*q_k, *tables, dimension)
+    assert traffic.launches == 2
+    for x, y in zip(rotated, ops.apply_rotary_pos_emb(*q_k, *tables, unsqueeze_dim), strict=True):
+        assert torch.equal(x, y)
 
 
 def test_functorch_gets_torchs_own_refusal():

@@ -261,6 +261,8 @@ def plan_heads(unsqueeze_dim, interleaved, tables, *heads):
     if not hasattr(torch.ops.npu, "npu_rotary_mul") or tables_require_grad or len({*recorded}) > 1:
         return None
     ranks = len(cos_shape) + 1
+    if not -ranks <= unsqueeze_dim < ranks:  # unsqueeze itself says so
+        return None
     for turned in (False, True) if unsqueeze_dim == 1 else (False,):
         place = 2 if turned else unsqueeze_dim % ranks
         table = (*cos_shape[:place], 1, *cos_shape[place:])
