@@ -13,39 +13,42 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # torch is imported once the device is there
     import torch
 
-# Sizes by the names that configs give them. Where a config has none of a name, nothing is set.
+# Sizes, and the names that configs give them. Where a config has none of a name, nothing is set.
 SIZES = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 128),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "emb_dim", "projection_size"), 64),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "inner_dim", "hidden_dim"), 96),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "d_inner"), 96),
-    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("shared_expert_intermediate_size",), 48),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decoder_layers", "encoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads", "swa_num_attention_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_global_key_value_heads"), 2),
-    **dict.fromkeys(("linear_num_key_heads", "index_n_heads"), 2),
-    **dict.fromkeys(("head_dim", "attention_head_dim", "global_head_dim", "kv_channels", "v_head_dim"), 16),
-    **dict.fromkeys(("swa_head_dim", "swa_v_head_dim", "index_head_dim", "linear_key_head_dim"), 16),
-    **dict.fromkeys(("linear_value_head_dim", "qk_head_dim", "q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 8),
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "n_group"), 2),
-    **dict.fromkeys(("topk_group", "n_shared_experts", "first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_d_state", "ssm_state_size", "state_size"), 16),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "attn_layer_offset"), 1),
-    **dict.fromkeys(("mamba_expand", "attn_layer_period"), 2),
-    "hidden_size_per_layer_input": 16,
-    "index_topk": 4,
-    "max_position_embeddings": 64,
-    "sliding_window": 16,
-    "num_kv_shared_layers": 0,
-    "zero_expert_num": 0,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: size
+    for size, names in {
+        128: "vocab_size vocab_size_per_layer_input",
+        96: ("intermediate_size ffn_dim ffn_hidden_size inner_dim hidden_dim decoder_ffn_dim encoder_ffn_dim d_inner"),
+        64: ("hidden_size n_embd d_model dim embedding_size emb_dim projection_size max_position_embeddings"),
+        48: "shared_expert_intermediate_size",
+        32: "moe_intermediate_size expert_ffn_hidden_size moe_shared_expert_intermediate_size",
+        16: (
+            "head_dim attention_head_dim global_head_dim kv_channels v_head_dim swa_head_dim "
+            "swa_v_head_dim index_head_dim linear_key_head_dim linear_value_head_dim qk_head_dim "
+            "q_lora_rank kv_lora_rank mamba_d_head mamba_head_dim mamba_d_state ssm_state_size state_size "
+            "hidden_size_per_layer_input sliding_window"
+        ),
+        8: (
+            "qk_rope_head_dim qk_nope_head_dim rotary_dim num_experts num_local_experts n_routed_experts "
+            "mamba_n_heads mamba_num_heads"
+        ),
+        4: (
+            "num_attention_heads n_head num_heads n_heads swa_num_attention_heads decoder_attention_heads "
+            "encoder_attention_heads linear_num_value_heads index_topk"
+        ),
+        2: (
+            "num_hidden_layers n_layer num_layers n_layers decoder_layers encoder_layers "
+            "num_key_value_heads swa_num_key_value_heads num_global_key_value_heads linear_num_key_heads "
+            "index_n_heads num_experts_per_tok moe_topk n_group mamba_expand attn_layer_period "
+            "eos_token_id"
+        ),
+        1: (
+            "topk_group n_shared_experts first_k_dense_replace num_dense_layers mamba_n_groups n_groups "
+            "attn_layer_offset bos_token_id"
+        ),
+        0: "num_kv_shared_layers zero_expert_num pad_token_id",
+    }.items()
+    for name in names.split()
 }
 # even where the default is None, which follows other sizes
 SET_IN_ANY_CASE = ("head_dim", "num_key_value_heads", "intermediate_size", "num_experts_per_tok", "pad_token_id")
