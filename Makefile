@@ -13,6 +13,7 @@ export HF_HOME := $(CACHE)/huggingface
 export XDG_CACHE_HOME := $(CACHE)
 export PIP_CACHE_DIR := $(CACHE)/pip
 export TORCHINDUCTOR_CACHE_DIR := $(CACHE)/inductor
+export MPLCONFIGDIR := $(CACHE)/matplotlib
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE ?= 1
 
