@@ -165,9 +165,10 @@ def _decide_rotary(spec, unsqueeze_dim, tables, *heads):
     ranks, results = len(cos_shape), []
     if ranks < 2:
         return None, None
+    result_dtypes = {pair[:2]: pair[2] for pair in spec.dtypes}
     width, positions = cos_shape[-1] * (2 if spec.cos == "half_width" else 1), cos_shape[-2]
     for _, dtype, shape, _ in heads:
-        results.append(spec.result_dtypes.get((dtype, cos_dtype)))
+        results.append(result_dtypes.get((dtype, cos_dtype)))
         if results[-1] is None or (len(shape), ranks) not in spec.ranks:
             return None, None
         if shape[-1] != width and spec.partial != "first":

@@ -7,8 +7,7 @@ that a spec states (dtypes, ranks, layouts) belong to the module's own forward t
 """
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -88,10 +87,6 @@ class Rotary:
     dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
     upcast: bool = False  # half precision is computed in fp32 and rounded once
     ranks: Tuple[Tuple[int, int], ...] = ()  # ranks of (x, cos) seen to agree; cos has as many positions as x
-
-    @cached_property
-    def result_dtypes(self) -> Dict[Tuple[torch.dtype, torch.dtype], torch.dtype]:
-        return {pair[:2]: pair[2] for pair in self.dtypes}
 
 
 @dataclass(frozen=True)
