@@ -247,6 +247,27 @@ def test_compiled(op):
     assert graphs[1] == graphs[2]
 
 
+@pytest.mark.differentiable
+def test_compiled_with_turned_operands(op):
+    """x and its gradient seen with two dimensions exchanged, as q and k are: views of the results stay views."""
+    torch._dynamo.reset()
+    (x, *rest), _ = tokens(op, 4)
+    shape = x.transpose(0, 1).shape
+
+    def turned(flat):
+        out = tensors(op.fused(flat.view(shape).transpose(0, 1), *rest))[0]
+        return out.transpose(0, 1).flatten()
+
+    results = []
+    for function in (turned, torch.compile(turned, backend="aot_eager", fullgraph=True)):
+        flat = torch.linspace(-1, 1, x.numel()).to("npu").requires_grad_()
+        out = function(flat)
+        (grad,) = torch.autograd.grad(out, flat, torch.linspace(1, 2, out.numel()).to("npu"))
+        results.append((out.detach(), grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a)  # fp32, as in test_compiled
+
+
 class Without:
     """`torch.ops.npu` of an older torch_npu: the ops are not there."""
 

@@ -156,3 +156,28 @@ def test_functorch_gets_torchs_own_refusal():
 
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(rotated_sum, argnums=(0, 1))(*q_k)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_with_gradients_in_another_order(layout, interleaved):
+    """The gradient comes as BNSD or BSND in order, wherever x lies; interleaved, the op takes the former in no way."""
+    (q, k), tables, unsqueeze_dim = inputs(layout)
+    results = []
+
+    def seen(flat, like):
+        order = sorted(range(4), key=lambda i: -like.stride(i))
+        return flat.view([like.shape[i] for i in order]).permute([order.index(i) for i in range(4)])
+
+    def rotated(flat_q, flat_k):
+        q_k = seen(flat_q, q), seen(flat_k, k)
+        return [x.flatten() for x in ops.apply_rotary_pos_emb(*q_k, *tables, unsqueeze_dim, interleaved)]
+
+    torch._dynamo.reset()
+    for function in (rotated, torch.compile(rotated, backend="aot_eager", fullgraph=True)):
+        leaves = [torch.linspace(-1, 1, x.numel()).to("npu").requires_grad_() for x in (q, k)]
+        out = function(*leaves)
+        weights = [torch.linspace(1, 2, x.numel()).to("npu") for x in out]
+        results.append([*out, *torch.autograd.grad(out, leaves, weights)])
+    for a, b in zip(*results, strict=True):
+        close(b.detach(), a.detach().cpu())

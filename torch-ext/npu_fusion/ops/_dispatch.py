@@ -38,6 +38,13 @@ def needs_grad(*tensors: Optional[torch.Tensor]) -> bool:
     return False
 
 
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """x, contiguous under torch.compile. torch_npu's meta functions promise results that lie in memory as x does, but its
+    kernels write contiguous ones: a graph that views such a result would fail.
+    """
+    return x.contiguous() if torch.compiler.is_compiling() else x
+
+
 def remembered(decide: Callable) -> Callable:
     """`decide` with its latest answers remembered. Tracers follow it instead: they do not know every size."""
     remember = lru_cache(maxsize=1024)(decide)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op, record
+from ._dispatch import FLOATS, in_order, needs_grad, npu_op, record
 
 
 def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
@@ -16,7 +16,7 @@ def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     op = npu_op("npu_gelu", x)
     if op is None or x.dtype not in FLOATS or x.numel() == 0:
         return F.gelu(x, approximate=approximate)
-    return op(x, approximate=approximate)
+    return op(in_order(x), approximate=approximate)
 
 
 ACTIVATIONS = {
@@ -38,7 +38,7 @@ def swiglu(gate_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
     op = npu_op("npu_swiglu", gate_up)
     if op is None or not _halves(gate_up, dim):
         return swiglu_reference(gate_up, dim)
-    return op(gate_up, dim)
+    return op(in_order(gate_up), dim)
 
 
 def geglu_reference(gate_up: torch.Tensor, dim: int = -1, approximate: str = "tanh") -> torch.Tensor:

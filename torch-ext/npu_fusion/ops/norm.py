@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import FLOATS, needs_grad, npu_op, record
+from ._dispatch import FLOATS, in_order, needs_grad, npu_op, record
 from .activation import ACTIVATIONS
 
 
@@ -49,7 +49,7 @@ def rms_norm(
     op = npu_op("npu_rms_norm", hidden_states, weight)
     if op is None or not _fusable(hidden_states, weight):
         return rms_norm_reference(hidden_states, weight, eps, offset, casting_mode)
-    dtype = hidden_states.dtype
+    hidden_states, dtype = in_order(hidden_states), hidden_states.dtype
     if weight is None:
         return op(hidden_states, hidden_states.new_ones(hidden_states.shape[-1:]), eps)[0]
     if weight.dtype == dtype and not offset:
@@ -171,6 +171,7 @@ def add_rms_norm(
     if not fusable:
         residual = residual + hidden_states
         return rms_norm(residual, weight, eps), residual
+    hidden_states = in_order(hidden_states)
     if needs_grad(hidden_states, residual, weight):
         return record(_AddRMSNorm, hidden_states, residual, weight, eps)
     normed, _, residual = op(hidden_states, residual, weight, eps)
