@@ -72,7 +72,7 @@ test-matrix: $(DEVICE)  ## run the kernel with other versions of transformers an
 
 coverage: $(DEVICE)  ## swap every layer and language model of transformers and compare (minutes); writes docs/coverage.md
 	@mkdir -p $(CACHE)
-	@$(PY) benchmarks/coverage.py --json $(CACHE)/coverage.json --page docs/coverage.md $(ARGS)
+	@$(PY) benchmarks/coverage.py --compile --json $(CACHE)/coverage.json --page docs/coverage.md $(ARGS)
 
 fuzz: $(DEVICE)  ## 14,000 random cases of all ops against their references (minutes)
 	@FUZZ_EXAMPLES=1000 $(PY) -m pytest -n 2 tests/fuzz $(ARGS)

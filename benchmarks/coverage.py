@@ -1,6 +1,6 @@
 """Every layer of transformers that could be swapped, and every language model: is it, and does it compute the same?
 
-    python benchmarks/coverage.py [--json FILE] [--page FILE] [--only MODULE ...] [--jobs N]
+    python benchmarks/coverage.py [--json FILE] [--page FILE] [--only MODULE ...] [--compile] [--jobs N]
 
 Builds each site of census.csv at a small size, runs it eagerly on the NPU (an emulated one where there is none), swaps
 it with `npu.kernelize` and runs it again: forward and backward, in fp32 and bf16, on ordinary and on heavy-tailed
@@ -90,8 +90,8 @@ def check_all(sites: list[Site]) -> list[Result]:
     return [check(site) for site in sites]
 
 
-def check_model(name: str) -> list[ModelResult]:
-    return [coverage_models.check(name, npu)]
+def check_model(name: str, compiled: bool) -> list[ModelResult]:
+    return [coverage_models.check(name, npu, compiled)]
 
 
 def check(site: Site) -> Result:
@@ -337,7 +337,7 @@ class recording:
 # --- all processes
 
 
-def sweep(only: list[str] | None, jobs: int) -> tuple[list[Result], list[ModelResult]]:
+def sweep(only: list[str] | None, jobs: int, compiled: bool) -> tuple[list[Result], list[ModelResult]]:
     """Results of all layers and of all models; of those modeling modules and model types only, if given."""
     sites = [site for site in census() if not only or site.module in only]
     families: dict[str, list[Site]] = {}
@@ -353,7 +353,7 @@ def sweep(only: list[str] | None, jobs: int) -> tuple[list[Result], list[ModelRe
         with pool:
             models = [name for name in pool.submit(coverage_models.names).result() if not only or name in only]
             tasks = {pool.submit(check_all, group): name for name, group in families.items()}
-            tasks |= {pool.submit(check_model, name): name for name in models}
+            tasks |= {pool.submit(check_model, name, compiled): name for name in models}
             with progress(len(sites) + len(models)) as advance:
                 for task in as_completed(tasks):
                     results += task.result()
@@ -471,11 +471,12 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="MODULE", help="modeling modules and model types, such as qwen3_moe"
     )
+    parser.add_argument("--compile", action="store_true", help="compile the models, too (minutes)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     options = parser.parse_args()
     from importlib.metadata import version
 
-    results, models = sweep(options.only, options.jobs)
+    results, models = sweep(options.only, options.jobs, options.compile)
     kinds, found = summary(results), families(results)
     print("\n".join(table(kinds)))
     print(coverage_models.page(models)[0].removeprefix("## "))

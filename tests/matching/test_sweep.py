@@ -114,3 +114,18 @@ def test_a_model_that_raises_once_it_is_swapped_is_wrong(monkeypatch):
 
     monkeypatch.setattr(npu.layers.RMSNorm, "forward", broken)
     assert coverage_models.check("llama", npu).reason == "raised KeyError: 'k'"
+
+
+def test_a_compiled_model_is_one_graph_or_wrong(monkeypatch):
+    assert coverage_models.check("llama", npu, compiled=True).graph == "one"
+    assert coverage_models.check("qwen3_moe", npu, compiled=True).graph == "one, eager none"
+    forward = npu.layers.RMSNorm.forward
+
+    def broken_in_two(self, hidden_states):
+        torch._dynamo.graph_break()
+        return forward(self, hidden_states)
+
+    monkeypatch.setattr(npu.layers.RMSNorm, "forward", broken_in_two)
+    result = coverage_models.check("llama", npu, compiled=True)
+    assert (result.status, result.graph.partition(":")[0]) == ("wrong", "none")
+    assert "no graph: Unsupported" in result.reason
