@@ -35,6 +35,12 @@ def applies(spec, kind: type, module: nn.Module) -> bool:
     return type(spec) is kind and (spec.training or not module.training)
 
 
+def tensor_of(module: nn.Module, name: str) -> torch.Tensor:
+    """getattr(module, name), sooner: nn.Module looks for its parameters last."""
+    tensor = module._parameters.get(name)
+    return getattr(module, name) if tensor is None else tensor
+
+
 class RMSNorm(nn.Module):
     """[..., H] -> [..., H]; any RMSNorm over the last dimension: see `specs.Norm`."""
 
@@ -44,7 +50,7 @@ class RMSNorm(nn.Module):
         spec = spec_of(self)
         if not applies(spec, Norm, self):
             return type(self).forward(self, hidden_states)
-        weight = None if spec.weight is None else getattr(self, spec.weight)
+        weight = None if spec.weight is None else tensor_of(self, spec.weight)
         if (hidden_states.dtype, None if weight is None else weight.dtype) not in spec.dtypes:
             return type(self).forward(self, hidden_states)
         return ops.rms_norm(hidden_states, weight, spec.eps, spec.offset, spec.casting_mode)
@@ -62,12 +68,12 @@ class RMSNormGated(nn.Module):
     def forward(self, hidden_states: torch.Tensor, gate: Optional[torch.Tensor] = None) -> torch.Tensor:
         spec = spec_of(self)
         known = applies(spec, GatedNorm, self) and (gate is not None or spec.gate_optional)
-        if not known or (hidden_states.dtype, getattr(self, spec.weight).dtype) not in spec.dtypes:
+        if not known or (hidden_states.dtype, tensor_of(self, spec.weight).dtype) not in spec.dtypes:
             return type(self).forward(self, hidden_states, gate)
         return ops.rms_norm_gated(
             hidden_states,
             gate,
-            getattr(self, spec.weight),
+            tensor_of(self, spec.weight),
             spec.eps,
             spec.activation,
             spec.gate_first,
@@ -250,12 +256,12 @@ def experts_forward(
         hidden_states,
         top_k_index,
         top_k_weights,
-        getattr(self, spec.gate_up),
-        getattr(self, spec.down),
+        tensor_of(self, spec.gate_up),
+        tensor_of(self, spec.down),
         expert_activation(self, spec),
         spec.transposed,
-        spec.gate_up_bias and getattr(self, spec.gate_up_bias),
-        spec.down_bias and getattr(self, spec.down_bias),
+        spec.gate_up_bias and tensor_of(self, spec.gate_up_bias),
+        spec.down_bias and tensor_of(self, spec.down_bias),
         # transformers says when indices may stand for experts of another rank; elsewhere be ready for what the class is
         getattr(self, "_is_expert_parallel", spec.sentinel),
     )
@@ -328,5 +334,5 @@ class PreNormDecoderLayer(nn.Module):
         # one name for what each step replaces, so that nothing is kept in memory while the MLP runs
         states = self._modules[spec.input_norm](hidden_states)
         states = self._modules[spec.attention](hidden_states=states, **arguments)[0]
-        states, residual = ops.add_rms_norm(states, hidden_states, getattr(norm, norm_spec.weight), norm_spec.eps)
+        states, residual = ops.add_rms_norm(states, hidden_states, tensor_of(norm, norm_spec.weight), norm_spec.eps)
         return residual + self._modules[spec.mlp](states)
