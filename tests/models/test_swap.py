@@ -5,11 +5,14 @@ import inspect
 import io
 import re
 import threading
+from functools import partial
+from types import MethodType
 
 import kernels
 import npu_emulator
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from kernels import Mode, get_kernel
@@ -220,6 +223,30 @@ def test_threads_swap_and_run_models_side_by_side(fuse, eager):
     for thread in threads:
         thread.join()
     assert results == [True] * 4
+
+
+class MergedMLP(nn.Module):
+    def __init__(self, activation, gate_half):
+        super().__init__()
+        self.activation, self.gate_half = activation, gate_half
+        self.both, self.down = nn.Linear(8, 48), nn.Linear(24, 8)
+
+    def forward(self, x):
+        halves = self.both(x).chunk(2, dim=-1)
+        return self.down(self.activation(halves[self.gate_half]) * halves[1 - self.gate_half])
+
+
+@pytest.mark.parametrize("layer", ["SwiGLUMLP", "GeGLUMLP"])
+@pytest.mark.parametrize("gate_half", [0, 1])
+@pytest.mark.parametrize("activation", [F.silu, partial(F.gelu, approximate="tanh"), torch.sigmoid])
+def test_a_layer_chosen_by_name_computes_what_its_module_computes(activation, gate_half, layer):
+    """A mapping of one's own may put either layer on any MLP; for sigmoid there is no fused form."""
+    module, x = MergedMLP(activation, gate_half).to("npu"), torch.randn(2, 3, 8).to("npu")
+    right = module(x)
+    module.forward = MethodType(getattr(npu.layers, layer).forward, module)
+    # fp32: sums of at most 24 terms, and an activation that is computed in another way
+    torch.testing.assert_close(module(x), right, rtol=1e-5, atol=1e-6)
+    assert type(npu.layers.spec_of(module)).__name__ == "MLP"
 
 
 def rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):

@@ -17,6 +17,7 @@ from . import ops
 from .layouts import SwiGLUMLPLayout  # noqa: F401  transformers looks for it beside SwiGLUMLP
 from .matching import match
 from .ops._dispatch import remembered
+from .ops.activation import GELUS
 from .ops.rotary import heads_facts, plan_heads, rotate_as_planned
 from .specs import MLP, DecoderLayer, Experts, GatedNorm, Norm, Rotary, Router
 
@@ -105,13 +106,13 @@ def gated_mlp(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
             hidden = ops.gated_linear(hidden_states, gate_weight, up_weight, gate_bias, up_bias, spec.activation)
         else:
             hidden = ops.gated_activation(gate(hidden_states), up(hidden_states), spec.activation)
-    elif spec.gate_half == 1:
-        up_states, gate_states = up(hidden_states).chunk(2, dim=-1)
-        hidden = ops.gated_activation(gate_states, up_states, spec.activation)
+    elif spec.gate_half == 1 or spec.activation == "sigmoid":
+        halves = up(hidden_states).chunk(2, dim=-1)
+        hidden = ops.gated_activation(halves[spec.gate_half], halves[1 - spec.gate_half], spec.activation)
     elif spec.activation == "silu":
         hidden = ops.swiglu(up(hidden_states))
     else:
-        hidden = ops.geglu(up(hidden_states), approximate="tanh" if spec.activation == "gelu_tanh" else "none")
+        hidden = ops.geglu(up(hidden_states), approximate=GELUS[spec.activation])
     plain_down = plain_linear(down)
     return F.linear(hidden, *plain_down) if plain_down else down(hidden)
 

@@ -27,6 +27,9 @@ ACTIVATIONS = {
 }
 
 
+GELUS = {"gelu": "none", "gelu_tanh": "tanh"}  # what F.gelu and npu_geglu are told to approximate by
+
+
 def swiglu_reference(gate_up: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """silu(first half) * second half along `dim`. Eager rounds twice in half precision; the fused op once."""
     gate, up = gate_up.chunk(2, dim)
@@ -80,9 +83,6 @@ def gated_activation(gate: torch.Tensor, up: torch.Tensor, activation: str = "si
         return gated_activation_reference(gate, up, activation)
     gate_up = torch.stack((gate, up))
     return (swiglu(gate_up, 0) if activation == "silu" else geglu(gate_up, 0, GELUS[activation])).squeeze(0)
-
-
-GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 def _known(activation: str, x: torch.Tensor) -> bool:

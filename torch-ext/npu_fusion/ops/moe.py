@@ -7,7 +7,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ._dispatch import FLOATS, npu_op, record
-from .activation import geglu, geglu_reference, swiglu, swiglu_reference
+from .activation import GELUS, geglu, geglu_reference, swiglu, swiglu_reference
 from .grouped_matmul import grouped_matmul, grouped_matmul_reference
 
 
@@ -183,4 +183,4 @@ def _gate(act, swiglu, geglu):
         return act
     if act == "silu":
         return swiglu
-    return partial(geglu, approximate={"gelu": "none", "gelu_tanh": "tanh"}[act])
+    return partial(geglu, approximate=GELUS[act])
