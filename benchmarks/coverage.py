@@ -67,13 +67,10 @@ def start(local_kernels: str) -> None:
     """Prepares a worker."""
     global npu
     os.environ["LOCAL_KERNELS"] = local_kernels
-    import npu_emulator
-
-    if npu_emulator.needed():
-        npu_emulator.start()
     import logging
     import warnings
 
+    import npu_emulator.auto  # noqa: F401  before torch
     import torch
     import torch_npu  # noqa: F401
     import transformers
@@ -306,9 +303,7 @@ def difference(ours: list, theirs: list, dtypes: bool = True) -> float:
         elif a.shape != b.shape or (dtypes and a.dtype != b.dtype):
             worst = float("inf")
         elif a.numel():
-            a, b = a.cpu().double(), b.cpu().double()
-            error = ((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item()
-            worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, coverage_models.distance(a, b))
     return worst
 
 
@@ -479,7 +474,7 @@ def main() -> None:
     results, models = sweep(options.only, options.jobs, options.compile)
     kinds, found = summary(results), families(results)
     print("\n".join(table(kinds)))
-    print(coverage_models.page(models)[0].removeprefix("## "))
+    print(coverage_models.headline(models))
     wrong = [r for r in (*results, *models) if r.status == "wrong"]
     for r in wrong:
         print(f"wrong: {r.name if isinstance(r, ModelResult) else f'{r.module}.{r.name}'}: {r.reason}")

@@ -202,7 +202,7 @@ def check(name: str, npu, compiled: bool = False) -> ModelResult:
 class Run:
     logits: tuple[torch.Tensor, ...]  # in training, in inference
     gradients: dict[str, torch.Tensor]  # of the mean square of the logits, by parameter
-    tokens: list | None = None  # prompt and four more; None for a model that cannot generate from tokens alone
+    tokens: list | None = None  # prompt and four more; None for a model that cannot generate
 
 
 def run(model, ids) -> Run:
@@ -211,10 +211,8 @@ def run(model, ids) -> Run:
     result = step(model, model.train(), ids)
     with torch.no_grad():
         result.logits += (model.eval()(input_ids=ids).logits.cpu(),)
-    try:
+    if model.can_generate():
         result.tokens = model.generate(ids, max_new_tokens=4, do_sample=False).tolist()
-    except Exception:
-        result.tokens = None
     return result
 
 
@@ -243,46 +241,53 @@ def step(model, forward, ids) -> Run:
     return Run((logits.detach().cpu(),), gradients)
 
 
-def distance(a: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((a - exact).abs().max() / exact.abs().max().clamp(min=1e-9)).item()
+def distance(a: torch.Tensor, exact: torch.Tensor, least: float = 1e-30) -> float:
+    """Largest difference, relative to the largest value of `exact` or to `least` if that is more; inf for NaN."""
+    a, exact = a.cpu().double(), exact.cpu().double()
+    error = ((a - exact).abs().max() / exact.abs().max().clamp(min=least)).item()
+    return error if error == error else float("inf")
 
 
 def gradient_distance(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
     """Relative to the largest of a parameter's gradients, but at least to a thousandth of the model's largest."""
-    largest = max(gradient.abs().max() for gradient in exact.values())
-    return max(
-        ((found[name] - exact[name]).abs().max() / exact[name].abs().max().clamp(min=largest / 1000)).item()
-        for name in found.keys() & exact.keys()
-    )
+    least = max(gradient.abs().max().item() for gradient in exact.values()) / 1000
+    return max(distance(found[name], exact[name], least) for name in found.keys() & exact.keys())
+
+
+def with_swaps(results: list[ModelResult]) -> list[ModelResult]:
+    return [r for r in results if r.swapped or r.status == "wrong"]
+
+
+def headline(results: list[ModelResult]) -> str:
+    swapped = with_swaps(results)
+    return f"Whole models: {sum(r.status == 'verified' for r in swapped)} of {len(swapped)} verified"
 
 
 def page(results: list[ModelResult]) -> list[str]:
-    built = [r for r in results if r.status != "not built"]
-    swapped = [r for r in built if r.swapped or r.status == "wrong"]
+    swapped = with_swaps(results)
     lines = [
-        f"## Whole models: {sum(r.status == 'verified' for r in swapped)} of {len(swapped)} verified",
+        f"## {headline(results)}",
         "",
         "Each language model that `AutoModelForCausalLM` knows, in small sizes with random weights: logits in inference and",
         "in training and the gradients of all parameters, in fp32, by how far they are from fp64 relative to the largest",
         "value, swapped and (eager); and the same four tokens generated.",
         "",
-        "| model | swapped | logits | gradients |",
-        "| --- | --- | ---: | ---: |",
     ]
     if any(r.graph for r in swapped):
         one = [r for r in swapped if r.graph.startswith("one")]
         nor = ", ".join(r.name for r in swapped if r not in one)
-        lines[-2:-2] = [
+        lines += [
             f"Compiled (`torch.compile`, backend aot_eager), a training step of {len(one)} of them is one graph with the same",
             f"gradients, {sum(r.graph != 'one' for r in one)} of which are not without the swap. The others are not, either: {nor}.",
             "",
         ]
+    lines += ["| model | swapped | logits | gradients |", "| --- | --- | ---: | ---: |"]
     for r in swapped:
         layers = ", ".join(f"{count} {layer}" for layer, count in sorted(r.swapped.items()))
         note = "" if r.status == "verified" else f" **{r.status}: {r.reason}**"
         numbers = (f"{ours:.0e} ({theirs:.0e})" for ours, theirs in (r.logits, r.gradients))
         lines.append(f"| {r.name} | {layers}{note} | {' | '.join(numbers)} |")
-    untouched = ", ".join(r.name for r in built if r not in swapped)
+    untouched = ", ".join(r.name for r in results if r.status == "verified" and not r.swapped)
     lines += ["", f"Nothing to swap, and nothing changed: {untouched}.", ""]
     lines += ["Not built, as these sizes do not fit or eager does not run with them:", ""]
     return lines + [f"- {r.name}: {r.reason}" for r in results if r.status == "not built"] + [""]

@@ -129,3 +129,11 @@ def test_a_compiled_model_is_one_graph_or_wrong(monkeypatch):
     result = coverage_models.check("llama", npu, compiled=True)
     assert (result.status, result.graph.partition(":")[0]) == ("wrong", "none")
     assert "no graph: Unsupported" in result.reason
+
+
+def test_what_is_not_a_number_is_infinitely_far_wherever_it_stands():
+    ones, nan = torch.ones(2), torch.tensor([1.0, float("nan")])
+    for a, b in ((ones, nan), (nan, ones)):
+        assert coverage.difference([a, a], [b, ones]) == float("inf")
+        assert coverage_models.gradient_distance({"a": ones, "b": a}, {"a": ones, "b": b}) == float("inf")
+        assert max(map(coverage_models.distance, (ones, a), (ones, b))) == float("inf")
