@@ -194,9 +194,8 @@ class Limit:
 
     def unpermute(self, tokens: int, hidden: int, top_k: int) -> None:
         moved = tokens * hidden * (1 + top_k) + 3 * tokens * top_k
-        self._kernels(
-            moved, moved + tokens * hidden * top_k + tokens * top_k
-        )  # its input again, for the weights' gradient
+        again = tokens * hidden * top_k + tokens * top_k  # its input and the weights, for the weights' gradient
+        self._kernels(moved, moved + again)
 
     def add(self, elements: int) -> None:
         """A sum of two gradients."""

@@ -170,9 +170,7 @@ def training(calls: dict[str, Callable]) -> dict[str, Callable]:
 
 STARTUP = """
 import json, sys, time
-import npu_emulator
-if npu_emulator.needed():
-    npu_emulator.start()
+import npu_emulator.auto
 import torch
 sys.path.insert(0, sys.argv[1])
 begin = time.process_time()
@@ -216,11 +214,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    import npu_emulator
-
-    emulated = npu_emulator.needed()
-    if emulated:
-        npu_emulator.start()
+    import npu_emulator.auto
     import torch
     from rich.console import Console
     from rich.table import Table
@@ -245,7 +239,7 @@ def main() -> None:
     console.print(table)
     for name, seconds in found["startup"].items():
         console.print(f"{name}: {seconds:.3f} s of CPU")
-    if emulated:
+    if emulated := npu_emulator.is_emulated():
         console.print("Launches are the emulator's: ratios say something, microseconds do not.")
     if options.json:
         options.json.write_text(json.dumps({"emulated": emulated, **found}, indent=1) + "\n")

@@ -203,11 +203,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
-    import npu_emulator
+    import npu_emulator.auto
 
-    emulated = npu_emulator.needed()
-    if emulated:
-        npu_emulator.start()
+    emulated = npu_emulator.is_emulated()
     options.model = options.model or ("tiny" if emulated else "qwen2-7b")
     options.length = options.length or (32 if options.model == "tiny" else 512)
     rows = run(options, emulated)

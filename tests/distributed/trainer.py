@@ -4,11 +4,7 @@ import json
 import os
 import sys
 
-import npu_emulator
-
-if npu_emulator.needed():
-    npu_emulator.start()
-
+import npu_emulator.auto  # noqa: F401  before torch
 import torch
 from models.families import SMALL, build_model
 from test_parallel import fuse, swapped

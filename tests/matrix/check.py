@@ -15,11 +15,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import npu_emulator
-
-if npu_emulator.needed():
-    npu_emulator.start()
-
+import npu_emulator.auto  # noqa: F401  before torch
 import torch
 
 BUILD = Path(sys.argv[1])

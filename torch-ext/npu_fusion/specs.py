@@ -29,9 +29,8 @@ class Norm:
     eps: float
     offset: int = 0  # 1: multiplied by 1 + weight
     casting_mode: str = "llama"  # as in ops.rms_norm
-    dtypes: Tuple[
-        Tuple[torch.dtype, Optional[torch.dtype]], ...
-    ] = ()  # (x, weight) pairs seen to agree, output dtype included
+    # (x, weight) pairs seen to agree, output dtype included
+    dtypes: Tuple[Tuple[torch.dtype, Optional[torch.dtype]], ...] = ()
     training: bool = True
 
 
@@ -70,20 +69,17 @@ class MLP:
 class Rotary:
     """`ops.rotary` for each tensor of a function or module that takes cos and sin."""
 
-    arguments: Tuple[
-        str, ...
-    ]  # parameter names in order, up to and including cos and sin: (q, k, cos, sin), (x, sin, cos), ...
+    # parameter names in order, up to and including cos and sin: (q, k, cos, sin), (x, sin, cos), ...
+    arguments: Tuple[str, ...]
     style: str  # half | interleaved | interleaved_to_half (pairs come in interleaved and leave as two halves)
     cos: str  # full | first_half (only its first half is read) | half_width (has head_dim / 2 columns)
     sign: int = 1  # -1: rotates the other way, as if sin were negated
-    partial: Optional[str] = (
-        None  # where x is wider than cos, its "first" or "last" columns are rotated; None: it must not be
-    )
+    # where x is wider than cos, its "first" or "last" columns are rotated; None: it must not be
+    partial: Optional[str] = None
     unsqueeze: Optional[int] = None  # cos and sin are unsqueezed there by default; None: broadcast as they come
     unsqueeze_argument: bool = False  # a parameter unsqueeze_dim says otherwise
-    ignored: Tuple[
-        str, ...
-    ] = ()  # parameters that do not change the result (position_ids); others must be left at their default
+    # parameters that do not change the result (position_ids); others must be left at their default
+    ignored: Tuple[str, ...] = ()
     dtypes: Tuple[Tuple[torch.dtype, torch.dtype, torch.dtype], ...] = ()  # (x, cos, result) dtypes seen to agree
     upcast: bool = False  # half precision is computed in fp32 and rounded once
     ranks: Tuple[Tuple[int, int], ...] = ()  # ranks of (x, cos) seen to agree; cos has as many positions as x
@@ -124,9 +120,8 @@ class Router:
     groups: Optional[Tuple[int, int, str, float]] = None  # (groups, groups kept, "top2sum" | "max", fill of the others)
     returns: Tuple[str, ...] = ()  # role of each returned tensor: logits | probs | weights | indices
     upcast: bool = False  # the linear is computed in fp32
-    dtypes: Tuple[
-        Tuple[torch.dtype, torch.dtype, Tuple[torch.dtype, ...]], ...
-    ] = ()  # (x, weight, results) seen to agree
+    # (x, weight, results) seen to agree
+    dtypes: Tuple[Tuple[torch.dtype, torch.dtype, Tuple[torch.dtype, ...]], ...] = ()
     flatten: bool = True  # takes [T, H] too; False: only [B, S, H]
     training: bool = True
 
@@ -139,7 +134,6 @@ class DecoderLayer:
     attention: str  # called with hidden_states=, and returns a tuple of which the first is used
     post_norm: str
     mlp: str
-    arguments: Tuple[
-        Tuple[str, object], ...
-    ] = ()  # parameters that are handed on to the attention, with their defaults
+    # parameters that are handed on to the attention, with their defaults
+    arguments: Tuple[Tuple[str, object], ...] = ()
     ignored: Tuple[str, ...] = ()  # parameters that are not
