@@ -67,38 +67,38 @@ class _Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return _rotate(_rotate_one, plan, cos, sin, tensors)
+        return _rotate(_rotate_one, torch.ops.npu.npu_rotary_mul, plan, cos, sin, tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        return (None, None, None, *_rotate(_rotate_gradient, ctx.plan, *ctx.saved_tensors, grads))
+        return (None, None, None, *_rotate(_rotate_gradient, _backward, ctx.plan, *ctx.saved_tensors, grads))
 
 
-def _rotate(rotate_one, plan, cos, sin, tensors):
+def _rotate(rotate_one, op, plan, cos, sin, tensors):
     _, place, turned, mode, ways = plan
     if place is not None:
         cos, sin = cos.unsqueeze(place), sin.unsqueeze(place)
     if turned:
-        tensors = [_turn(x) for x in tensors]
-    rotated = [rotate_one(x, cos, sin, mode, way) for x, way in zip(tensors, ways)]
-    return tuple([_turn(x) for x in rotated] if turned else rotated)
+        tensors = _turn(tensors)
+    rotated = [rotate_one(op, x, cos, sin, mode, way) for x, way in zip(tensors, ways)]
+    return tuple(_turn(rotated) if turned else rotated)
 
 
-def _turn(x):
-    return None if x is None else x.transpose(1, 2)
+def _turn(tensors):
+    return [None if x is None else x.transpose(1, 2) for x in tensors]
 
 
 def _mode(interleaved):
     return ("interleave",) if interleaved else ()  # "half" is the default, and costs the host something when said
 
 
-def _rotate_gradient(grad, cos, sin, mode, way):
+def _rotate_gradient(op, grad, cos, sin, mode, way):
     if grad is None:  # of a result that nobody used
         return None
     # Where the gradient lies in memory in no legal way, the tensor's way is, at the price of a copy.
     way = _way(grad.shape, grad.stride(), cos.shape, bool(mode)) or way
-    return _rotate_one(grad, cos, sin, mode, way, _backward)
+    return _rotate_one(op, grad, cos, sin, mode, way)
 
 
 def _backward(grad, cos, sin, *mode):
@@ -106,9 +106,8 @@ def _backward(grad, cos, sin, *mode):
     return torch.ops.npu.npu_rotary_mul_backward(grad, grad, cos, sin, *mode)[0]
 
 
-def _rotate_one(x, cos, sin, mode, way, op=None):
+def _rotate_one(op, x, cos, sin, mode, way):
     """x brought into the shape that `way` says, rotated, and brought back."""
-    op = op or torch.ops.npu.npu_rotary_mul
     if way is AS_IT_IS:
         return op(x, cos, sin, *mode)
     order, inverse, x_shape, cos_shape = way
@@ -283,4 +282,6 @@ _remembered_plan = remembered(plan_heads)
 
 
 def rotate_as_planned(plan, tensors, cos: torch.Tensor, sin: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    return record(_Rotary, plan, cos, sin, *tensors) if plan[0] else _rotate(_rotate_one, plan, cos, sin, tensors)
+    if plan[0]:
+        return record(_Rotary, plan, cos, sin, *tensors)
+    return _rotate(_rotate_one, torch.ops.npu.npu_rotary_mul, plan, cos, sin, tensors)
